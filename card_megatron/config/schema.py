@@ -1,0 +1,268 @@
+"""Every field of a run, with its default and its meaning.
+
+`card --help`, `card train --help` and docs/configuration.md are made from the docstrings below. Names are
+Megatron's where Megatron has one, so that a search finds them in both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Optional
+
+
+@dataclass
+class ModelConfig:
+    """The transformer: a Megatron-Core GPTModel with rotary positions."""
+
+    num_layers: int = 4
+    """Transformer layers."""
+    hidden_size: int = 128
+    """Width of the residual stream."""
+    ffn_hidden_size: int = 384
+    """Width of the MLP's inner layer (of each half, where the activation is gated)."""
+    num_attention_heads: int = 4
+    """Query heads."""
+    num_query_groups: Optional[int] = None
+    """Key/value heads (grouped-query attention); none means as many as query heads."""
+    kv_channels: Optional[int] = None
+    """Width of one head; none means hidden_size / num_attention_heads."""
+    vocab_size: Optional[int] = None
+    """True vocabulary size; none takes the tokenizer's. Larger than the tokenizer's reserves rows."""
+    make_vocab_size_divisible_by: int = 128
+    """The embedding is padded to a multiple of this: fixed, so that every tensor-parallel size has the same weights."""
+    max_position_embeddings: int = 2048
+    """Longest sequence that the model is built for."""
+    share_embeddings_and_output_weights: bool = True
+    """Tie the output layer to the embedding."""
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    """Kind of norm before attention, before the MLP and at the end."""
+    layernorm_epsilon: float = 1e-5
+    """Added to the variance inside every norm."""
+    activation: Literal["swiglu", "geglu", "gelu", "squared_relu"] = "swiglu"
+    """The MLP's activation; swiglu and geglu are gated."""
+    rotary_base: int = 10000
+    """Base of the rotary position frequencies."""
+    rotary_percent: float = 1.0
+    """Share of each head that is rotated."""
+    qk_layernorm: bool = False
+    """Norm queries and keys of each head (exported as Qwen3)."""
+    add_bias_linear: bool = False
+    """Biases in all linear layers."""
+    add_qkv_bias: bool = False
+    """A bias in the query/key/value projection alone."""
+    hidden_dropout: float = 0.0
+    """Dropout on the residual branches."""
+    attention_dropout: float = 0.0
+    """Dropout on attention probabilities."""
+    init_method_std: float = 0.02
+    """Standard deviation of initial weights; output projections are scaled down by sqrt(2 * num_layers)."""
+    init: Literal["keyed", "megatron"] = "keyed"
+    """keyed: weights are a function of (seed, global parameter name), the same in every layout; megatron: its own."""
+    spec: Literal["auto", "local", "te"] = "auto"
+    """Layer implementation: Transformer Engine, local torch modules, or TE where it is installed with a GPU."""
+    num_moe_experts: Optional[int] = None
+    """Experts of a mixture-of-experts MLP; none is a dense model."""
+    recompute_granularity: Optional[Literal["full", "selective"]] = None
+    """Recompute activations in the backward pass: whole layers, or the attention core alone."""
+    recompute_method: Optional[Literal["uniform", "block"]] = None
+    """With granularity full: which layers are recomputed (Megatron's recompute_method)."""
+    recompute_num_layers: Optional[int] = None
+    """With granularity full: layers per recomputed chunk (uniform) or per pipeline stage (block)."""
+    transformer: dict[str, Any] = field(default_factory=dict)
+    """Any other field of Megatron's TransformerConfig, passed on as it is: --model.transformer.NAME VALUE."""
+
+
+@dataclass
+class ObjectiveConfig:
+    """What the model is trained to do. docs/objective.md has the formulas and the readings of the paper."""
+
+    name: Literal["card", "arm"] = "card"
+    """card: predict from a noised prefix; arm: plain next-token prediction, on the same path."""
+    tail_factor: float = 1.5
+    """Mask window over mask count: 1 is the strict tail, inf masks anywhere (the random baseline)."""
+    reweight: bool = True
+    """Weight each token's loss by how corrupted its context is; false is the ablation with unit weights."""
+    decay: float = 0.5
+    """The paper's p: a masked token's effect falls by (1-p) for each position of distance."""
+    beta: float = 1.0
+    """Smoothing constant of the weight 1/(beta + S)."""
+    score: Literal["algorithm", "appendix"] = "algorithm"
+    """Reading of the ambiguity score S: the nearest masked token counts fully, or (1-p) times."""
+    t_sampler: Literal["uniform", "stratified"] = "uniform"
+    """How the noise level t is drawn: independently, or spread evenly over consecutive samples."""
+    t_min: float = 0.0
+    """Lowest noise level."""
+    t_max: float = 1.0
+    """Highest noise level."""
+    clean_fraction: float = 0.0
+    """Share of samples that stay clean; 1 is arm."""
+    keep_first: bool = True
+    """Never mask a stretch's first input: nothing stands before it."""
+    segments: Literal["sequence", "document"] = "sequence"
+    """The stretch that noise and score run over: the whole sample, or each document packed into it."""
+    normalize: Literal["tokens", "weights"] = "tokens"
+    """Divide the weighted sum by the supervised tokens of the global batch, or by the sum of their weights."""
+
+
+@dataclass
+class DataConfig:
+    """Tokenised text (.bin/.idx), and how samples are cut from it."""
+
+    train: list[str] = field(default_factory=list)
+    """Prefixes of .bin/.idx files, each 'PREFIX' or 'WEIGHT PREFIX'; without weights they blend by their tokens."""
+    validation: dict[str, list[str]] = field(default_factory=dict)
+    """Named validation sets, each a list of prefixes; empty takes the split's middle share of `train`."""
+    test: dict[str, list[str]] = field(default_factory=dict)
+    """Named test sets, evaluated once at the end; empty takes the split's last share of `train`."""
+    split: Optional[str] = None
+    """Shares of `train` for training, validation and test, e.g. '98,1,1'; none trains on all of it."""
+    sequence_length: int = 128
+    """Tokens in a sample."""
+    tokenizer: Optional[str] = None
+    """SentencePiece .model that made the data; it must have a [MASK] piece."""
+    mock: bool = False
+    """Megatron's mock dataset instead of files: to try a layout or measure speed."""
+    eod_mask_loss: bool = False
+    """Do not supervise the prediction made from an end-of-document input."""
+    path_to_cache: Optional[str] = None
+    """Where Megatron keeps its sample indices; none is RUN_DIR/index_cache. Share it between runs of one data set."""
+    num_workers: int = 2
+    """Processes per rank that read, noise and weight samples; 0 does it in the training process."""
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW (Megatron's distributed optimizer) and the learning-rate schedule. Norms and biases are not decayed."""
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+    min_lr: float = 3e-5
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["constant", "cosine", "linear", "WSD"] = "cosine"
+    """Schedule after the warm-up."""
+    lr_warmup_iters: int = 0
+    """Steps (of the full global batch) of linear warm-up from 0."""
+    lr_decay_iters: Optional[int] = None
+    """Step at which min_lr is reached; none is the end of the run."""
+    lr_wsd_decay_iters: Optional[int] = None
+    """With WSD: length of the final decay; none is a tenth of lr_decay_iters."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    """With WSD: shape of the final decay."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices and embeddings."""
+    adam_beta1: float = 0.9
+    """Decay of the first moment."""
+    adam_beta2: float = 0.95
+    """Decay of the second moment."""
+    adam_eps: float = 1e-8
+    """Added to the root of the second moment."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 never clips."""
+
+
+@dataclass
+class TrainConfig:
+    """Length of the run and size of its steps."""
+
+    train_iters: Optional[int] = None
+    """Steps of the run; give this or train_tokens."""
+    train_tokens: Optional[int] = None
+    """Tokens of the run (rounded up to whole steps); give this or train_iters."""
+    global_batch_size: int = 32
+    """Samples per step over all ranks."""
+    micro_batch_size: int = 4
+    """Samples per forward pass of one data-parallel rank."""
+    rampup_batch_size: Optional[list[int]] = None
+    """Batch-size ramp as Megatron's [start, increment, samples]; none starts at global_batch_size."""
+
+
+@dataclass
+class ParallelConfig:
+    """How the model and the batch are laid out over ranks; the data-parallel size is what remains."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each matrix."""
+    sequence_parallel: bool = False
+    """Share activations between matrices along the sequence too (needs tensor parallelism)."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that share the layers."""
+    virtual_pipeline_model_parallel_size: Optional[int] = None
+    """Model chunks per pipeline rank (interleaved schedule)."""
+    pipeline_model_parallel_layout: Optional[str] = None
+    """Megatron's layout string, e.g. 'Et*17|t*16L'; none balances the layers, evenly divisible or not."""
+    context_parallel_size: int = 1
+    """Ranks that share each sequence."""
+    expert_model_parallel_size: int = 1
+    """Ranks that share the experts."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass still runs."""
+    overlap_param_gather: bool = False
+    """Gather updated weights while the next forward pass already runs (needs overlap_grad_reduce)."""
+    distributed_timeout_minutes: float = 30.0
+    """A collective that takes longer ends the run."""
+
+
+@dataclass
+class PrecisionConfig:
+    """Number formats."""
+
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """fp32: everything; bf16: weights and activations, with fp32 main weights, gradients and optimizer state."""
+
+
+@dataclass
+class EvalConfig:
+    """Validation during and after training. Every evaluation sees the same samples with the same noise."""
+
+    interval: int = 100
+    """Steps between validations; 0 validates at the end only."""
+    samples: Optional[int] = None
+    """Samples of each set; none is all of them."""
+    at_start: bool = True
+    """Validate before the first step, so that the summary has a before and an after."""
+    clean: bool = True
+    """Also score clean prefixes: for card and arm that is the exact autoregressive likelihood."""
+
+
+@dataclass
+class LoggingConfig:
+    """Where metrics go: the console, RUN_DIR/metrics.jsonl, TensorBoard, Weights & Biases."""
+
+    interval: int = 10
+    """Steps between metric records; a record averages over them."""
+    tensorboard: bool = True
+    """Write RUN_DIR/tensorboard."""
+    wandb_project: Optional[str] = None
+    """Weights & Biases project; needs the wandb package."""
+    wandb_entity: Optional[str] = None
+    """Weights & Biases team or user."""
+
+
+@dataclass
+class RunConfig:
+    """A training run."""
+
+    preset: Optional[Literal["tiny", "small", "110m", "1b"]] = None
+    """Start from a named model and its training recipe; every field given elsewhere wins."""
+    run_dir: str = "runs/card"
+    """Everything that the run writes."""
+    seed: int = 1234
+    """Keys initial weights, data order and noise."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The transformer: a Megatron-Core GPTModel with rotary positions."""
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    """What the model is trained to do."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Tokenised text, and how samples are cut from it."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW and the learning-rate schedule."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Length of the run and size of its steps."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How the model and the batch are laid out over ranks."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    """Number formats."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    """Validation during and after training."""
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    """Where metrics go."""

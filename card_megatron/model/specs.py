@@ -1,0 +1,53 @@
+"""Which modules a layer is made of: Transformer Engine's, or local ones that run anywhere."""
+
+from __future__ import annotations
+
+import copy
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from card_megatron.model.attention import TorchAttention
+from card_megatron.model.norm import Norm
+
+
+def uses_transformer_engine(spec: str, *, cuda: bool, transformer_engine: bool) -> bool:
+    """`auto` takes Transformer Engine wherever it can run."""
+    return spec == "te" or (spec == "auto" and cuda and transformer_engine)
+
+
+def block_spec(config: TransformerConfig, *, transformer_engine: bool, vp_stage: int | None):
+    """The layers of one pipeline chunk."""
+    if transformer_engine:
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[local_layer_spec(config)] * layers, layer_norm=Norm)
+
+
+def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """Megatron's local layer with a norm that allows sequence parallelism and attention that allows context's."""
+    spec = copy.deepcopy(
+        get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+            normalization=config.normalization,
+        )
+    )
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = TorchAttention
+    for name in ("q_layernorm", "k_layernorm"):
+        if getattr(attention, name) is not IdentityOp:
+            setattr(attention, name, Norm)
+    return spec

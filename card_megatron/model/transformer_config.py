@@ -1,0 +1,91 @@
+"""Our configuration, in Megatron's terms."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import squared_relu
+from megatron.core.transformer import TransformerConfig
+
+from card_megatron.config.derived import GATED_ACTIVATIONS, pipeline_layout
+from card_megatron.config.errors import ConfigError
+from card_megatron.config.schema import RunConfig
+
+ACTIVATIONS = {"swiglu": F.silu, "geglu": F.gelu, "gelu": F.gelu, "squared_relu": squared_relu}
+
+
+def build_transformer_config(config: RunConfig) -> TransformerConfig:
+    """Megatron's own checks run here too: call it before any process group exists."""
+    _refuse_unknown(config.model.transformer)
+    fields = _from_run(config) | config.model.transformer
+    try:
+        return TransformerConfig(**fields)
+    except (ValueError, AssertionError, TypeError) as error:
+        raise ConfigError(f"Megatron-Core refuses this model: {error}") from error
+
+
+def _from_run(config: RunConfig) -> dict[str, Any]:
+    model, parallel = config.model, config.parallel
+    bf16 = config.precision.dtype == "bf16"
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    interleaved = parallel.virtual_pipeline_model_parallel_size is not None
+    cuda = torch.cuda.is_available()
+    return dict(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups or model.num_attention_heads,
+        kv_channels=model.kv_channels,
+        normalization=model.normalization,
+        layernorm_epsilon=model.layernorm_epsilon,
+        gated_linear_unit=model.activation in GATED_ACTIVATIONS,
+        activation_func=ACTIVATIONS[model.activation],
+        qk_layernorm=model.qk_layernorm,
+        add_bias_linear=model.add_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        init_method_std=model.init_method_std,
+        perform_initialization=model.init == "megatron",
+        num_moe_experts=model.num_moe_experts,
+        recompute_granularity=model.recompute_granularity,
+        recompute_method=model.recompute_method,
+        recompute_num_layers=model.recompute_num_layers,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        pipeline_model_parallel_layout=pipeline_layout(model, parallel),
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        bf16=bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        # weights go into the loss sum and the count beside it: divided once, over the global batch
+        calculate_per_token_loss=True,
+        # batched p2p with an interleaved pipeline gives wrong losses in 0.16.1
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        # gloo still reads an output that this would free
+        deallocate_pipeline_outputs=cuda,
+        # needs NVIDIA's apex with local layers; Transformer Engine brings its own
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=cuda,
+        bias_dropout_fusion=cuda,
+        bias_activation_fusion=cuda,
+        persist_layer_norm=False,
+    )
+
+
+def _refuse_unknown(fields: dict[str, Any]) -> None:
+    known = [field.name for field in dataclasses.fields(TransformerConfig)]
+    for name in fields:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"model.transformer.{name} is no field of Megatron's TransformerConfig{hint}")
