@@ -1,0 +1,50 @@
+"""`card COMMAND`: one dict from command to function; nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from card_megatron.config.errors import ConfigError
+from card_megatron.version import __version__
+
+COMMANDS = {
+    "train": ("card_megatron.commands.train", "train a model"),
+    "config": ("card_megatron.commands.config", "print a run's resolved configuration, its size and its steps"),
+    "data": ("card_megatron.commands.data", "make a corpus, a tokenizer, or .bin/.idx files"),
+}
+"""Command -> (module whose run(arguments) does it, what it does)."""
+
+
+def usage() -> str:
+    """What `card --help` prints."""
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items())
+    return (
+        f"card_megatron {__version__}: causal autoregressive diffusion (CARD) on Megatron-Core\n\n"
+        f"usage: card COMMAND [options]\n\ncommands:\n{commands}\n\n"
+        "`card COMMAND --help` lists a command's options; docs/configuration.md has every field of a run."
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `card` and of `python -m card_megatron`."""
+    command, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
+    if command in ("-h", "--help", "help"):
+        print(usage())
+    elif command == "--version":
+        print(__version__)
+    elif command in COMMANDS:
+        try:
+            importlib.import_module(COMMANDS[command][0]).run(rest)
+        except ConfigError as error:
+            sys.exit(f"card {command}: {error}")
+        except KeyboardInterrupt:
+            sys.exit(f"card {command}: interrupted")
+    else:
+        sys.exit(f"card: unknown command {command!r}; choose from {', '.join(COMMANDS)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""One file for each command: its options, and the calls that do it."""

@@ -1,0 +1,55 @@
+"""`card config`: what a run is, before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from card_megatron.config.derived import (
+    data_parallel_size,
+    padded_vocab_size,
+    parameter_count,
+    pipeline_layout,
+    total_samples,
+    total_steps,
+)
+from card_megatron.config.load import config_parser, dump_yaml, load_config
+from card_megatron.config.schema import RunConfig
+from card_megatron.platform import ranks_from_environment
+from card_megatron.platform.ranks import Ranks
+from card_megatron.training.preflight import preflight
+
+DESCRIPTION = """Print the resolved configuration of a run as YAML that --config reads back, with its parameter count,
+global batch and tokens per step as comments. The run is checked as `card train` would check it."""
+
+
+def run(arguments: Sequence[str]) -> None:
+    parser = config_parser("card config", DESCRIPTION)
+    parser.add_argument("--nproc", type=int, default=None, help="Ranks that the run will have; default: this process's.")
+    config, options = load_config(arguments, parser)
+    world_size = options.nproc or ranks_from_environment().world_size
+    plan = preflight(config, Ranks(world_size=world_size))
+    print(dump_yaml(plan.config), end="")
+    print("\n".join(f"# {line}" for line in describe(plan.config, world_size)))
+
+
+def describe(config: RunConfig, world_size: int) -> list[str]:
+    """The numbers that follow from a configuration."""
+    train, parallel = config.train, config.parallel
+    replicas = data_parallel_size(parallel, world_size)
+    batch_tokens = train.global_batch_size * config.data.sequence_length
+    micro_batches = train.global_batch_size // (train.micro_batch_size * replicas)
+    layout = pipeline_layout(config.model, parallel)
+    lines = [
+        f"parameters: {parameter_count(config.model):,}",
+        f"vocabulary: {config.model.vocab_size:,}, padded to {padded_vocab_size(config.model):,}",
+        f"global batch: {train.global_batch_size:,} samples = {micro_batches} micro-batches "
+        f"x {train.micro_batch_size} x {replicas} data-parallel",
+        f"tokens per step: {batch_tokens:,}",
+        f"run: {total_steps(config):,} steps, {total_samples(config):,} samples, "
+        f"{total_samples(config) * config.data.sequence_length:,} tokens",
+        f"ranks: {world_size} = tensor {parallel.tensor_model_parallel_size} x pipeline "
+        f"{parallel.pipeline_model_parallel_size} x context {parallel.context_parallel_size} x data {replicas}",
+    ]
+    if layout is not None:
+        lines.append(f"pipeline layout: {layout}")
+    return lines

@@ -1,0 +1,37 @@
+"""`card train`: train a model on this machine, or as one rank of many."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from card_megatron.config.load import config_parser, load_config
+from card_megatron.platform import capabilities, ranks_from_environment
+
+DESCRIPTION = """Train a model. Fields come from defaults, then --preset, then --config, then --section.key value.
+Under torchrun each process is a rank; alone, --nproc N starts N of them here."""
+
+
+def run(arguments: Sequence[str]) -> None:
+    parser = config_parser("card train", DESCRIPTION)
+    parser.add_argument("--nproc", type=int, default=1, help="Start this many ranks on this machine.")
+    config, options = load_config(arguments, parser)
+    ranks = ranks_from_environment()
+    if options.nproc > 1 and ranks.world_size == 1:
+        from card_megatron.platform.ranks import Ranks
+        from card_megatron.training.preflight import preflight
+
+        preflight(config, Ranks(world_size=options.nproc))  # refuse once, here, rather than in every rank
+        start_local_ranks(options.nproc, arguments)
+    from card_megatron.training.run import train_run
+
+    train_run(config, ranks)
+
+
+def start_local_ranks(count: int, arguments: Sequence[str]) -> None:
+    """Become torchrun with this very command; it does not return."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, capabilities().cpu_cores // count)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    sys.stdout.flush()
+    os.execv(sys.executable, [*command, "-m", "card_megatron", "train", *arguments])

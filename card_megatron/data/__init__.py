@@ -1,0 +1,1 @@
+"""Text to .bin/.idx, and .bin/.idx to noised micro-batches."""

@@ -1,0 +1,1 @@
+"""One step, the loop around it, and the state that both work on."""

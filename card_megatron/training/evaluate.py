@@ -1,0 +1,84 @@
+"""Validation: the same samples with the same noise every time, over every token of a set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from card_megatron.config.schema import ObjectiveConfig
+from card_megatron.data.datasets import ObjectiveDataset
+from card_megatron.data.loader import MicroBatchSampler, micro_batches, reads_data
+from card_megatron.objectives import Arm, Objective
+from card_megatron.training.metrics import read_report, reduce_report, sum_reports
+from card_megatron.training.state import TrainState
+from card_megatron.training.step import run_schedule
+
+MICROBATCHES_A_PASS = 64
+
+
+def evaluate(state: TrainState, datasets: dict[str, Any], split: str) -> dict[str, dict[str, Any]]:
+    """Metrics of each named set: under the objective's own noise and, with eval.clean, on clean prefixes.
+
+    For a causal objective `clean_nll` is the exact autoregressive likelihood per token; `nll` is under noise.
+    """
+    results = {}
+    for name, dataset in datasets.items():
+        label = f"{split}/{name}"
+        metrics = _score(state, dataset, state.objective, label)
+        if state.config.eval.clean and state.objective.likelihood == "exact":
+            clean = Arm(ObjectiveConfig(), mask_id=state.objective.mask_id, eod_id=state.objective.eod_id)
+            exact = metrics if isinstance(state.objective, Arm) else _score(state, dataset, clean, label)
+            metrics |= {"clean_nll": exact["nll"], "clean_perplexity": exact["perplexity"]}
+        results[name] = metrics
+    return results
+
+
+def _score(state: TrainState, dataset: Any, objective: Objective, label: str) -> dict[str, Any]:
+    """Forward passes over a whole set."""
+    config = state.config
+    replicas = parallel_state.get_data_parallel_world_size()
+    samples = _same_on_all_ranks(0 if dataset is None else len(dataset))
+    if config.eval.samples is not None:
+        samples = min(samples, config.eval.samples)
+    # whole rounds of the pipeline, as its interleaved schedule needs; rows that fill one up count for nothing
+    stages = config.parallel.pipeline_model_parallel_size
+    batches = -(-samples // (config.train.micro_batch_size * replicas * stages)) * stages
+    batches_a_pass = max(MICROBATCHES_A_PASS // stages, 1) * stages
+    data: list[Any] = [None] * len(state.model)
+    if reads_data():
+        noised = ObjectiveDataset(dataset, objective, config.seed, label)
+        rank, rows = parallel_state.get_data_parallel_rank(), config.train.micro_batch_size
+        data = [
+            micro_batches(
+                noised, MicroBatchSampler(0, samples, rows, rank, replicas, fill_to=batches), config.data.num_workers
+            )
+            for _ in state.model
+        ]
+    weight_sum, state.weight_sum = state.weight_sum, None
+    for chunk in state.model:
+        chunk.eval()
+    total = sum_reports([])
+    with torch.no_grad():
+        for start in range(0, batches, batches_a_pass):
+            reports = run_schedule(
+                state,
+                data,
+                forward_only=True,
+                num_microbatches=min(batches_a_pass, batches - start),
+                seq_length=config.data.sequence_length,
+                micro_batch_size=config.train.micro_batch_size,
+            )
+            total += sum_reports(reports)
+    for chunk in state.model:
+        chunk.train()
+    state.weight_sum = weight_sum
+    return read_report(reduce_report(total), config.objective.normalize)
+
+
+def _same_on_all_ranks(value: int) -> int:
+    """Only ranks that read data know the length of a set; the largest answer is theirs."""
+    known = torch.tensor(value, device=torch.cuda.current_device())
+    torch.distributed.all_reduce(known, op=torch.distributed.ReduceOp.MAX)
+    return int(known)

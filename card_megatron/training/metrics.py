@@ -1,0 +1,83 @@
+"""What is measured: sums on the device while a step runs, numbers only when they are logged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from card_megatron.data.loader import Batch
+
+T_BUCKETS = 10
+SUMS = ("weighted_nll", "nll", "weights", "supervised", "masked")
+"""The first slots of a report; the sums of nll and of tokens by noise level follow."""
+
+
+def make_report(batch: Batch, nll_BS: torch.Tensor, mask_id: int) -> torch.Tensor:
+    """float64[len(SUMS) + 2 * T_BUCKETS]: everything that is reported of a micro-batch, as sums over its tokens."""
+    supervised = batch.supervised.to(nll_BS.dtype)
+    nll_B = (nll_BS * supervised).sum(1).double()
+    count_B = batch.supervised.sum(1).double()
+    bucket_B = (batch.t * T_BUCKETS).long().clamp(0, T_BUCKETS - 1)
+    sums = torch.stack(
+        [
+            (nll_BS * batch.weights).sum().double(),
+            nll_B.sum(),
+            batch.weights.sum().double(),
+            count_B.sum(),
+            (batch.tokens == mask_id).sum().double(),
+        ]
+    )
+    by_t = sums.new_zeros(2, T_BUCKETS)
+    by_t[0].index_add_(0, bucket_B, nll_B)
+    by_t[1].index_add_(0, bucket_B, count_B)
+    return torch.cat([sums, by_t.flatten()])
+
+
+def sum_reports(reports: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The reports of many micro-batches as one; zeros on a rank that made none."""
+    if reports:
+        return torch.stack(list(reports)).sum(0)
+    return torch.zeros(len(SUMS) + 2 * T_BUCKETS, dtype=torch.float64, device=torch.cuda.current_device())
+
+
+def reduce_report(report: torch.Tensor) -> torch.Tensor:
+    """The sum over all ranks, on every rank: over replicas and sequence parts, then from the last stage to the others."""
+    report = report.clone()
+    torch.distributed.all_reduce(report, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        torch.distributed.broadcast(
+            report,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+    return report
+
+
+def read_report(report: torch.Tensor, normalize: str = "tokens") -> dict[str, Any]:
+    """Numbers from a reduced report: this is where the device is waited for."""
+    values = report.tolist()
+    sums = dict(zip(SUMS, values, strict=False))
+    nll_by_t, count_by_t = values[len(SUMS) : len(SUMS) + T_BUCKETS], values[len(SUMS) + T_BUCKETS :]
+    tokens = max(sums["supervised"], 1.0)
+    denominator = tokens if normalize == "tokens" else max(sums["weights"], 1e-30)
+    nll = sums["nll"] / tokens
+    return {
+        "loss": sums["weighted_nll"] / denominator,
+        "nll": nll,
+        "perplexity": perplexity(nll),
+        "masked_fraction": sums["masked"] / tokens,
+        "mean_weight": sums["weights"] / tokens,
+        "nll_by_t": [
+            total / count if count else None for total, count in zip(nll_by_t, count_by_t, strict=True)
+        ],
+        "tokens": int(sums["supervised"]),
+    }
+
+
+def perplexity(nll: float) -> float:
+    """exp(nll), and infinity instead of an overflow."""
+    return math.exp(nll) if nll < 700 else math.inf

@@ -1,0 +1,55 @@
+"""All that can be refused or resolved before any process group exists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from card_megatron.config.checks import check
+from card_megatron.config.errors import ConfigError
+from card_megatron.config.schema import RunConfig
+from card_megatron.data.tokenizers import MockTokenizer, Tokenizer, load_tokenizer
+from card_megatron.platform import Ranks, capabilities, install
+
+
+@dataclass
+class Plan:
+    """A configuration that passed every check, with what it was resolved against."""
+
+    config: RunConfig
+    ranks: Ranks
+    tokenizer: Tokenizer
+    transformer_config: Any
+
+
+def preflight(config: RunConfig, ranks: Ranks) -> Plan:
+    """Check a run against this machine and this many ranks; raises ConfigError with every broken rule."""
+    machine = capabilities()  # looked at before install(), which answers for CUDA
+    install()
+    from card_megatron.model.transformer_config import build_transformer_config
+
+    config, tokenizer = resolve_vocabulary(config)
+    check(
+        config,
+        world_size=ranks.world_size,
+        cuda=machine.cuda,
+        transformer_engine=machine.transformer_engine is not None,
+    )
+    assert tokenizer is not None, "check() demands a tokenizer or mock data"
+    return Plan(config, ranks, tokenizer, build_transformer_config(config))
+
+
+def resolve_vocabulary(config: RunConfig) -> tuple[RunConfig, Tokenizer | None]:
+    """The tokenizer, and the configuration with its vocabulary size; no tokenizer where none is configured."""
+    if config.data.mock:
+        return config, MockTokenizer(config.model.vocab_size) if config.model.vocab_size else None
+    if config.data.tokenizer is None:
+        return config, None
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    vocab_size = config.model.vocab_size or tokenizer.vocab_size
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={vocab_size} is smaller than the {tokenizer.vocab_size} pieces of "
+            f"{config.data.tokenizer}; raise it, or set it to null to take the tokenizer's"
+        )
+    return replace(config, model=replace(config.model, vocab_size=vocab_size)), tokenizer

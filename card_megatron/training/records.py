@@ -1,0 +1,208 @@
+"""Where records go: a live line or plain lines, metrics.jsonl, TensorBoard, Weights & Biases. Rank 0 writes them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from card_megatron.config.errors import ConfigError
+from card_megatron.config.schema import RunConfig
+
+
+class Sink(Protocol):
+    """One place that numbers go to."""
+
+    def write(self, record: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Recorder:
+    """Hands each record to every sink, and shows progress; on ranks other than 0 it does nothing."""
+
+    def __init__(self, config: RunConfig, console: bool = True):
+        self.active = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        self.sinks: list[Sink] = []
+        self.line: ProgressLine | None = None
+        if not self.active:
+            return
+        run_dir = Path(config.run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.run_dir = run_dir
+        self.sinks.append(JsonLines(run_dir / "metrics.jsonl"))
+        if config.logging.tensorboard:
+            self.sinks.append(TensorBoard(run_dir / "tensorboard"))
+        if config.logging.wandb_project:
+            self.sinks.append(WeightsAndBiases(config))
+        if console:
+            self.line = ProgressLine()
+
+    def training(self, record: dict[str, Any]) -> None:
+        """A record of training steps."""
+        self._write(record)
+        if self.line:
+            self.line.training(record)
+
+    def validation(self, record: dict[str, Any]) -> None:
+        """Results on the validation sets."""
+        self._write(record)
+        if self.line:
+            self.line.validation(record)
+
+    def tick(self, step: int, steps: int) -> None:
+        """A step went by without a record."""
+        if self.line:
+            self.line.show(step=f"{step}/{steps}")
+
+    def activity(self, name: str) -> None:
+        """Something other than a step is going on."""
+        if self.line:
+            self.line.show(activity=name)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Write RUN_DIR/summary.json and close everything."""
+        if not self.active:
+            return
+        (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        self.close()
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+        self.sinks = []
+        if self.line:
+            self.line.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        for sink in self.sinks:
+            sink.write(record)
+
+
+class JsonLines:
+    """metrics.jsonl: a line a record, on disk when it is written."""
+
+    def __init__(self, path: Path):
+        self.file = path.open("w", encoding="utf-8", buffering=1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def scalars(record: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """The numbers of a record, with `/` between the names of nested ones."""
+    flat: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            flat |= scalars(value, f"{prefix}{name}/")
+        elif isinstance(value, list):
+            flat |= scalars({str(number): item for number, item in enumerate(value)}, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)) and name != "step":
+            flat[prefix + name] = value
+    return flat
+
+
+class TensorBoard:
+    """An event file for TensorBoard."""
+
+    def __init__(self, directory: Path):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(directory))
+
+    def write(self, record: dict[str, Any]) -> None:
+        for name, value in scalars(record).items():
+            self.writer.add_scalar(name, value, record["step"])
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """A Weights & Biases run."""
+
+    def __init__(self, config: RunConfig):
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError("logging.wandb_project is set but wandb is not installed: pip install wandb") from error
+        import dataclasses
+
+        self.run = wandb.init(
+            project=config.logging.wandb_project,
+            entity=config.logging.wandb_entity,
+            dir=config.run_dir,
+            config=dataclasses.asdict(config),
+        )
+
+    def write(self, record: dict[str, Any]) -> None:
+        self.run.log(scalars(record), step=record["step"])
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class ProgressLine:
+    """One line that is rewritten on a terminal; a line a record elsewhere, for log files."""
+
+    def __init__(self) -> None:
+        self.live: Any = None
+        self.fields: dict[str, str] = {}
+        if sys.stdout.isatty():
+            from rich.live import Live
+
+            self.live = Live(refresh_per_second=8)
+            self.live.start()
+
+    def show(self, **fields: str) -> None:
+        """Change some fields of the live line."""
+        self.fields |= fields
+        if self.live:
+            self.live.update("  ".join(f"{name} {value}" for name, value in self.fields.items() if value))
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self.live:
+            self.live.console.print(text, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def training(self, record: dict[str, Any]) -> None:
+        fields = {
+            "step": f"{record['step']}/{record['steps']}",
+            "loss": f"{record['loss']:.4f}",
+            "nll": f"{record['nll']:.4f}",
+            "ppl": f"{record['perplexity']:.4g}",
+            "grad": "skipped" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}",
+            "lr": f"{record['lr']:.2e}",
+            "tok/s": f"{record['tokens_per_second']:,.0f}",
+            "eta": str(timedelta(seconds=round(record["eta_seconds"]))),
+        }
+        if record["mfu"] is not None:
+            fields["mfu"] = f"{record['mfu']:.1%}"
+        if record["skipped_steps"]:
+            fields["skipped"] = str(record["skipped_steps"])
+        if self.live:
+            self.show(activity="", **fields)
+        else:
+            self.say("  ".join(f"{name} {value}" for name, value in fields.items()))
+
+    def validation(self, record: dict[str, Any]) -> None:
+        for name, metrics in record["validation"].items():
+            clean = f"  clean ppl {metrics['clean_perplexity']:.4g}" if "clean_perplexity" in metrics else ""
+            self.say(
+                f"validation {name} after step {record['step']}: loss {metrics['loss']:.4f}  "
+                f"nll {metrics['nll']:.4f}{clean}"
+            )
+
+    def close(self) -> None:
+        if self.live:
+            self.live.stop()

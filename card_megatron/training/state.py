@@ -1,0 +1,212 @@
+"""Everything that a training step works on, built in the order that Megatron needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from card_megatron.config.derived import batch_size_at, total_samples
+from card_megatron.config.schema import RunConfig
+from card_megatron.data.datasets import CleanDatasets, ObjectiveDataset, build_clean_datasets
+from card_megatron.data.loader import MicroBatchSampler, micro_batches, reads_data
+from card_megatron.model import build_model
+from card_megatron.objectives import Objective, build_objective
+from card_megatron.platform import init_process_group
+from card_megatron.training.preflight import Plan
+
+
+@dataclass
+class TrainState:
+    """A run in progress."""
+
+    config: RunConfig
+    transformer_config: Any
+    objective: Objective
+    datasets: CleanDatasets
+    model: list[Any]
+    optimizer: Any
+    scheduler: Any
+    forward_backward: Callable
+    total_samples: int
+    data: list[Any] = field(default_factory=list)
+    """One iterator of micro-batches for each model chunk."""
+    step: int = 0
+    consumed_samples: int = 0
+    skipped_steps: int = 0
+    weight_sum: torch.Tensor | None = None
+    """Sum of this step's weights, with objective.normalize=weights: what the gradients are divided by."""
+
+    @property
+    def global_batch_size(self) -> int:
+        return batch_size_at(self.config.train, self.consumed_samples)
+
+    @property
+    def num_microbatches(self) -> int:
+        rows = self.config.train.micro_batch_size * parallel_state.get_data_parallel_world_size()
+        return self.global_batch_size // rows
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """What Megatron's schedules ask about the micro-batches."""
+        return dict(
+            num_microbatches=self.num_microbatches,
+            seq_length=self.config.data.sequence_length,
+            micro_batch_size=self.config.train.micro_batch_size,
+        )
+
+
+def build_state(plan: Plan) -> TrainState:
+    """Join the ranks and build data, model and optimizer."""
+    config, transformer_config = plan.config, plan.transformer_config
+    join_model_parallel(plan)
+    datasets = build_clean_datasets(config, plan.tokenizer, reads_data)
+    model = wrap_data_parallel(config, transformer_config, build_model(config, transformer_config))
+    optimizer, scheduler = build_optimizer(config, model)
+    state = TrainState(
+        config=config,
+        transformer_config=transformer_config,
+        objective=build_objective(config.objective, mask_id=plan.tokenizer.mask, eod_id=plan.tokenizer.eod),
+        datasets=datasets,
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        forward_backward=get_forward_backward_func(),
+        total_samples=total_samples(config),
+    )
+    connect(state)
+    state.data = training_data(state)
+    return state
+
+
+def join_model_parallel(plan: Plan) -> None:
+    """The process group, Megatron's groups inside it, and the seeds of dropout."""
+    parallel = plan.config.parallel
+    init_process_group(plan.ranks, timeout_minutes=parallel.distributed_timeout_minutes)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(plan.config.seed)
+
+
+def wrap_data_parallel(config: RunConfig, transformer_config: Any, chunks: list[Any]) -> list[Any]:
+    """Megatron's DDP around each chunk: gradient buffers that the distributed optimizer shards."""
+    parallel = config.parallel
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+    )
+    wrapped = [
+        # later chunks finish their backward pass first: only the first one gains from buckets
+        DistributedDataParallel(transformer_config, ddp_config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+    for chunk in wrapped:
+        chunk.broadcast_params()
+    return wrapped
+
+
+def build_optimizer(config: RunConfig, model: list[Any]) -> tuple[Any, OptimizerParamScheduler]:
+    """AdamW in Megatron's distributed optimizer, and the schedule, which counts in samples."""
+    ours, batch = config.optimizer, config.train.global_batch_size
+    bf16 = config.precision.dtype == "bf16"
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=ours.lr,
+        min_lr=ours.min_lr,
+        weight_decay=ours.weight_decay,
+        adam_beta1=ours.adam_beta1,
+        adam_beta2=ours.adam_beta2,
+        adam_eps=ours.adam_eps,
+        clip_grad=ours.clip_grad,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=True,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+    )
+    # without these overrides 0.16.1 decays norms and biases too
+    optimizer = get_megatron_optimizer(
+        optimizer_config, model, config_overrides=get_standard_config_overrides(optimizer_config)
+    )
+    decay_samples = ours.lr_decay_iters * batch if ours.lr_decay_iters else total_samples(config)
+    wsd_samples = ours.lr_wsd_decay_iters * batch if ours.lr_wsd_decay_iters else decay_samples // 10
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=ours.lr,
+        min_lr=ours.min_lr,
+        lr_warmup_steps=ours.lr_warmup_iters * batch,
+        lr_decay_steps=decay_samples,
+        lr_decay_style=ours.lr_decay_style,
+        wsd_decay_steps=wsd_samples,
+        lr_wsd_decay_style=ours.lr_wsd_decay_style,
+        start_wd=ours.weight_decay,
+        end_wd=ours.weight_decay,
+        wd_incr_steps=decay_samples,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler
+
+
+def connect(state: TrainState) -> None:
+    """Tell Megatron's schedules about the optimizer and the wrappers, through the fields that it has for that."""
+    transformer_config, model, parallel = state.transformer_config, state.model, state.config.parallel
+    transformer_config.grad_scale_func = state.optimizer.scale_loss
+    transformer_config.finalize_model_grads_func = lambda *args, **kwargs: _finalize(state, *args, **kwargs)
+
+    def per_chunk(functions: list[Callable]) -> Any:
+        return functions[0] if len(functions) == 1 else functions
+
+    if parallel.overlap_grad_reduce:
+        transformer_config.no_sync_func = per_chunk([chunk.no_sync for chunk in model])
+        if len(model) > 1:
+            transformer_config.grad_sync_func = [chunk.start_grad_sync for chunk in model]
+    if parallel.overlap_param_gather:
+        transformer_config.param_sync_func = per_chunk([chunk.start_param_sync for chunk in model])
+
+
+def _finalize(state: TrainState, model, num_tokens=None, **kwargs) -> None:
+    """Megatron's finalize_model_grads, which divides by a count that its schedules keep as an integer.
+
+    A sum of weights is no integer and would be truncated there, so it takes the count's place here.
+    """
+    finalize_model_grads(model, num_tokens if state.weight_sum is None else state.weight_sum, **kwargs)
+
+
+def training_data(state: TrainState) -> list[Any]:
+    """Iterators from the first sample not yet consumed, one for each model chunk; None on ranks that read nothing."""
+    if not reads_data():
+        return [None] * len(state.model)
+    config = state.config
+    dataset = ObjectiveDataset(state.datasets.train, state.objective, config.seed, "train")
+    return [
+        micro_batches(
+            dataset,
+            MicroBatchSampler(
+                state.consumed_samples,
+                state.total_samples,
+                config.train.micro_batch_size,
+                parallel_state.get_data_parallel_rank(),
+                parallel_state.get_data_parallel_world_size(),
+            ),
+            config.data.num_workers,
+        )
+        for _ in state.model
+    ]
