@@ -88,4 +88,5 @@ def count_tokens(prefix: str) -> int:
     """Tokens behind a .bin/.idx prefix, without reading them."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    return int(np.sum(IndexedDataset(prefix).sequence_lengths, dtype=np.int64))
+    dataset = IndexedDataset(prefix)  # held: its lengths are a view of a file that it unmaps when it goes
+    return int(np.sum(dataset.sequence_lengths, dtype=np.int64))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
-import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+NOT_THE_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "__pycache__"}
+"""Folders below the standard library's that are no part of it, or hold tests."""
 HELD_OUT_EVERY = 20
 """Of each this many documents, the last is for validation."""
 
@@ -34,12 +35,8 @@ def _topics() -> Iterator[str]:
 def _docstrings() -> Iterator[str]:
     """One document for each module: its docstring and those of its classes and functions, read, not imported."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    for name in sorted(sys.stdlib_module_names):
-        for path in (library / f"{name}.py", library / name / "__init__.py"):
-            if path.is_file():
-                yield "\n\n".join(_docstrings_of(path))
-    for package in ("asyncio", "concurrent/futures", "email", "http", "importlib", "json", "logging", "unittest"):
-        for path in sorted((library / package).glob("*.py")):
+    for path in sorted(library.rglob("*.py")):
+        if not NOT_THE_LIBRARY & set(path.relative_to(library).parts):
             yield "\n\n".join(_docstrings_of(path))
 
 

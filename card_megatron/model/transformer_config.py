@@ -51,7 +51,9 @@ def _from_run(config: RunConfig) -> dict[str, Any]:
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         init_method_std=model.init_method_std,
-        perform_initialization=model.init == "megatron",
+        # also with init=keyed, which overwrites the weights: only Megatron's own initialisation marks them as
+        # tensor-parallel, and without the marks the gradient norm is silently wrong
+        perform_initialization=True,
         num_moe_experts=model.num_moe_experts,
         recompute_granularity=model.recompute_granularity,
         recompute_method=model.recompute_method,

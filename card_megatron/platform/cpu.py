@@ -45,7 +45,7 @@ def install() -> bool:
             "megatron.core was imported before card_megatron.platform.install(); "
             "on a machine without CUDA call install() first"
         )
-    _quiet_missing_accelerators()
+    _quiet_megatron()
     _answer_device_names()
     _answer_streams_and_events()
     _answer_random_numbers()
@@ -66,9 +66,18 @@ def _nothing() -> Any:
     return lambda *args, **kwargs: None
 
 
-def _quiet_missing_accelerators() -> None:
-    """Megatron-Core warns four times that Transformer Engine and Apex are absent: on a CPU that is no news."""
-    for message in ("Transformer Engine and Apex are not installed", "Apex is not installed"):
+NO_NEWS = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf",
+    "`torch.distributed.(reduce_scatter|all_gather)_.*` is deprecated",
+)
+"""What Megatron-Core's own code makes torch and itself warn of: true, and nothing that a user can act on."""
+
+
+def _quiet_megatron() -> None:
+    for message in NO_NEWS:
         warnings.filterwarnings("ignore", message=message)
 
 

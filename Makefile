@@ -1,0 +1,50 @@
+# `make demo` and `make test` need Python 3.10+, make and gcc; everything else is installed into .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+
+.PHONY: help env demo test lint format docs bench clean
+
+help:
+	@echo "make demo    text -> tokenizer -> tokens -> a trained CARD model, on this CPU"
+	@echo "make test    the whole test suite"
+	@echo "make env     only create $(VENV) with everything a CPU user needs"
+	@echo "make lint    ruff, ruff format --check, mypy"
+	@echo "make bench   the benchmarks, each against its bar"
+	@echo "make docs    rewrite docs/configuration.md and the README's figure"
+
+env: $(VENV)/installed
+
+# torch first and pinned: a later package's range could otherwise pull the newest one with gigabytes of CUDA
+$(VENV)/installed: pyproject.toml setup.py constraints.txt card_megatron/version.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[hf,eval,mpi,dev]"
+	@touch $@
+
+demo: env
+	$(BIN)/python examples/demo/demo.py
+
+test: env
+	$(BIN)/python -m pytest
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: env
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: env
+	$(BIN)/python -m card_megatron.config.document > docs/configuration.md
+	$(BIN)/python docs/figure.py docs/card.svg
+
+bench: env
+	$(BIN)/python benchmarks/noise_cost.py --check
+	$(BIN)/python benchmarks/step_cost.py --check
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,144 @@
+"""The main job from text to a trained model, on one CPU, with nothing to download.
+
+    make demo        or        python examples/demo/demo.py --folder runs/demo
+
+Each stage is a function below; a later stage finds what an earlier one left in the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from card_megatron.config import load_config
+from card_megatron.data import ngrams, python_docs
+from card_megatron.data.preprocess import build_indexed, read_documents, write_documents
+from card_megatron.data.tokenizers import load_tokenizer, train_sentencepiece
+from card_megatron.platform import Ranks, capabilities, install
+
+EXAMPLE = Path(__file__).parent.parent / "configs" / "card_tiny.yaml"
+console = Console(highlight=False)
+
+
+@dataclass
+class Demo:
+    """Where the demo works, and what its stages found out."""
+
+    folder: Path
+    steps: int
+    vocab_size: int
+    summary: dict[str, Any]
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.data / "tokenizer.model"
+
+
+def make_corpus(demo: Demo) -> str:
+    """Collect the documentation that every Python ships"""
+    train, held_out = python_docs.train_and_validation(python_docs.python_documents())
+    write_documents(demo.data / "train.jsonl", train)
+    write_documents(demo.data / "valid.jsonl", held_out)
+    return f"{len(train)} documents to train on, {len(held_out)} held out"
+
+
+def make_tokenizer(demo: Demo) -> str:
+    """Train a SentencePiece tokenizer with a [MASK] token"""
+    train_sentencepiece(read_documents([demo.data / "train.jsonl"]), demo.tokenizer, demo.vocab_size)
+    tokenizer = load_tokenizer(demo.tokenizer)
+    return f"{tokenizer.vocab_size} pieces, [MASK] is {tokenizer.mask}"
+
+
+def make_tokens(demo: Demo) -> str:
+    """Tokenise the corpus into Megatron's .bin/.idx"""
+    tokenizer = load_tokenizer(demo.tokenizer)
+    built = [
+        build_indexed(read_documents([demo.data / f"{name}.jsonl"]), tokenizer, demo.data / name)
+        for name in ("train", "valid")
+    ]
+    return f"{built[0].tokens:,} tokens to train on, {built[1].tokens:,} held out"
+
+
+def train_model(demo: Demo) -> str:
+    """Train a tiny CARD model on Megatron-Core"""
+    from card_megatron.training.run import train_run
+
+    config, _ = load_config(
+        [
+            f"--config={EXAMPLE}",
+            f"--run_dir={demo.folder / 'run'}",
+            f"--data.tokenizer={demo.tokenizer}",
+            f"--data.train=[{demo.data / 'train'}]",
+            f"--data.validation.python_docs=[{demo.data / 'valid'}]",
+            f"--train.train_iters={demo.steps}",
+        ]
+    )
+    demo.summary = train_run(config, Ranks())
+    return f"{demo.summary['consumed_tokens']:,} tokens in {demo.summary['seconds']:.0f} s"
+
+
+STAGES: list[Callable[[Demo], str]] = [make_corpus, make_tokenizer, make_tokens, train_model]
+"""In order. Export, decoding and evaluation will follow here."""
+
+
+def report(demo: Demo) -> None:
+    """Before and after, beside what token counts alone can do; and where everything is."""
+    train, held_out = (ngrams.all_tokens(str(demo.data / name)) for name in ("train", "valid"))
+    vocab_size = load_tokenizer(demo.tokenizer).vocab_size
+    before = demo.summary["validation_before"]["python_docs"]
+    after = demo.summary["validation_after"]["python_docs"]
+    table = Table(title="Held-out text", title_justify="left")
+    for column in ("model", "perplexity of clean text", "CARD loss (noised)"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    table.add_row("unigram counts", f"{math.exp(ngrams.unigram_nll(train, held_out, vocab_size)):.1f}", "")
+    table.add_row("bigram counts", f"{math.exp(ngrams.bigram_nll(train, held_out, vocab_size)):.1f}", "")
+    table.add_row("CARD before", f"{before['clean_perplexity']:.1f}", f"{before['loss']:.4f}")
+    table.add_row("CARD after", f"{after['clean_perplexity']:.1f}", f"{after['loss']:.4f}")
+    console.print()
+    console.print(table)
+    places = {
+        "corpus, tokenizer, .bin/.idx": demo.data,
+        "resolved configuration": demo.folder / "run" / "config.yaml",
+        "metrics": demo.folder / "run" / "metrics.jsonl",
+        "TensorBoard": demo.folder / "run" / "tensorboard",
+        "weights (any layout loads them)": demo.summary["checkpoint"],
+    }
+    for what, place in places.items():
+        console.print(f"{what:<34}{place}", soft_wrap=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="where to work (default: runs/demo)")
+    parser.add_argument("--steps", type=int, default=300, help="training steps of 4,096 tokens (default: 300)")
+    parser.add_argument("--vocab-size", type=int, default=2048, help="size of the tokenizer (default: 2048)")
+    options = parser.parse_args()
+    machine = capabilities()
+    install()
+    console.print(f"CARD on Megatron-Core, on {machine.device} with {machine.cpu_cores} cores, in {options.folder}")
+    demo = Demo(options.folder, options.steps, options.vocab_size, summary={})
+    started = time.perf_counter()
+    for number, stage in enumerate(STAGES, start=1):
+        console.print(f"[bold]{number}/{len(STAGES)} {stage.__doc__}[/bold]")
+        console.print(f"    {stage(demo)}")
+    report(demo)
+    seconds = time.perf_counter() - started
+    console.print(f"\nDone in {seconds:.0f} s.")
+    (demo.folder / "demo.json").write_text(json.dumps({**demo.summary, "demo_seconds": seconds}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Data that the tests share, made once; and the skipping of what needs an H100."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from card_megatron.platform import capabilities, install
+
+capabilities()  # asked before install() answers for CUDA
+install()
+
+
+def pytest_collection_modifyitems(items):
+    if "H100" in capabilities().device:
+        return
+    for item in items:
+        if "h100" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA H100: unverified here"))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A tokenizer and two .bin/.idx sources."""
+    from tests.curves import write_corpus
+
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
