@@ -26,3 +26,19 @@ def corpus(tmp_path_factory) -> Path:
     from tests.curves import write_corpus
 
     return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def one_rank():
+    """This process as a world of one: a process group and Megatron's groups inside it."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state, tensor_parallel
+
+    from card_megatron.platform import Ranks, init_process_group
+
+    init_process_group(Ranks())
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from card_megatron.config.errors import ConfigError
 from card_megatron.data.tokenizers import Tokenizer
@@ -72,7 +71,7 @@ def build_indexed(documents: Iterable[str], tokenizer: Tokenizer, prefix: str | 
     built = Built(prefix, documents=0, tokens=0)
     for text in documents:
         ids = [*tokenizer.encode(text), tokenizer.eod]
-        builder.add_document(torch.tensor(ids, dtype=torch.long), [len(ids)])
+        builder.add_document(np.array(ids), [len(ids)])
         built.documents += 1
         built.tokens += len(ids)
     if not built.documents:
