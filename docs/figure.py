@@ -17,7 +17,7 @@ from card_megatron.objectives.keys import SampleKey
 from card_megatron.objectives.noise import mask_count, soft_tail_mask, window_size
 from card_megatron.objectives.weights import token_weights
 
-TEXT = "The old clock on the wall struck ten and our guests left home".split()
+TEXT = ["The", "old", "clock", "on", "the", "wall", "struck", "ten", "and", "our", "guests", "left", "home"]
 NOISE_LEVEL, TAIL_FACTOR = 0.42, 1.5
 KEY = SampleKey(seed=1234, split="train", index=13)
 CACHED, PROPOSED = ["and", "our", "guests"], ["home", "at", "once", "."]
@@ -32,8 +32,11 @@ INK, FAINT, LINE, BLUE, ORANGE = "#1f2933", "#6b7785", "#c3cbd4", "#2f6fb5", "#d
 PALE_BLUE, PALE_ORANGE, PALE_GREY = "#e8f1fa", "#fdeddc", "#eef1f4"
 
 
-def text(x: float, y: float, words: str, *, size: int = 13, colour: str = INK, anchor: str = "middle", more: str = "") -> str:
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{colour}" text-anchor="{anchor}" {more}>{escape(words)}</text>'
+def text(
+    x: float, y: float, words: str, *, size: int = 13, colour: str = INK, anchor: str = "middle", more: str = ""
+) -> str:
+    style = f'font-size="{size}" fill="{colour}" text-anchor="{anchor}" {more}'
+    return f'<text x="{x:g}" y="{y:g}" {style}>{escape(words)}</text>'
 
 
 def box(x: float, y: float, word: str, fill: str, edge: str, colour: str = INK) -> str:
@@ -79,7 +82,8 @@ def training_panel(top: float) -> list[str]:
         text(
             LEFT + 3,
             top + 14,
-            f"t = {NOISE_LEVEL}: {count} of the last {window} inputs become [MASK]; every next token is predicted, all in one causal pass",
+            f"t = {NOISE_LEVEL}: {count} of the last {window} inputs become [MASK]; "
+            "every next token is predicted, all in one causal pass",
             colour=FAINT,
             anchor="start",
         )
@@ -95,7 +99,9 @@ def training_panel(top: float) -> list[str]:
     for column in range(SHOWN + 1):  # what one prediction sees: every input up to its own
         colour = ORANGE if masked[column] else BLUE
         parts.append(
-            line(centre(column), noised_y + 14, centre(SHOWN), target_y - 15, colour, 'stroke-width="1.2" opacity="0.65"')
+            line(
+                centre(column), noised_y + 14, centre(SHOWN), target_y - 15, colour, 'stroke-width="1.2" opacity="0.65"'
+            )
         )
     for column, (word, target) in enumerate(zip(inputs, targets, strict=True)):
         x, weight = centre(column), weights[column]
@@ -110,7 +116,10 @@ def training_panel(top: float) -> list[str]:
         )
         parts.append(text(x, base_y - height - 6, f"{weight:.2f}", size=11, colour=INK if shown else FAINT))
     parts.append(line(LEFT, base_y, LEFT + COLUMN * len(inputs), base_y, FAINT))
-    note = f"the prediction of “{targets[SHOWN]}” sees inputs 0 … {SHOWN} only; its masked, near context makes it count {weights[SHOWN]:.2f}"
+    note = (
+        f"the prediction of “{targets[SHOWN]}” sees inputs 0 … {SHOWN} only; "
+        f"its masked, near context makes it count {weights[SHOWN]:.2f}"
+    )
     parts.append(text(LEFT + 3, base_y + 20, note, size=12, colour=FAINT, anchor="start"))
     return parts
 
@@ -124,7 +133,8 @@ def decoding_panel(top: float) -> list[str]:
         text(
             LEFT + 3,
             top + 14,
-            f"the last token and K − 1 masks in, K tokens out of one pass (K = {size}); the text before them is in the KV cache",
+            f"the last token and K − 1 masks in, K tokens out of one pass (K = {size}); "
+            "the text before them is in the KV cache",
             colour=FAINT,
             anchor="start",
         )
@@ -141,7 +151,11 @@ def decoding_panel(top: float) -> list[str]:
         parts.append(box(x, output_y, word, "#ffffff", INK))
     x = centre(first + size - 1) + COLUMN / 2 + 18
     for row, words in enumerate(
-        ("Confident tokens are kept; the others", "stay [MASK] for the next pass.", "K = 1 is plain autoregressive decoding.")
+        (
+            "Confident tokens are kept; the others",
+            "stay [MASK] for the next pass.",
+            "K = 1 is plain autoregressive decoding.",
+        )
     ):
         parts.append(text(x, input_y + 15 + 19 * row, words, size=12, colour=FAINT, anchor="start"))
     return parts

@@ -49,6 +49,8 @@ class Curve:
     grad_norms: list[float]
     samples: list[tuple[int, int, int, bytes, bytes]]
     """(place in the run, context-parallel rank, its size, tokens, weights) as the model got them."""
+    validation: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """Metrics of the trained model on each validation set, where the configuration has some."""
 
 
 def train_curve(config: RunConfig) -> Curve:
@@ -57,6 +59,7 @@ def train_curve(config: RunConfig) -> Curve:
 
     from card_megatron.platform import ranks_from_environment
     from card_megatron.training import step as step_module
+    from card_megatron.training.evaluate import evaluate
     from card_megatron.training.metrics import read_report, reduce_report, sum_reports
     from card_megatron.training.preflight import preflight
     from card_megatron.training.state import build_state
@@ -80,6 +83,8 @@ def train_curve(config: RunConfig) -> Curve:
             report = read_report(reduce_report(sum_reports(result.reports)), config.objective.normalize)
             curve.losses.append(report["loss"])
             curve.grad_norms.append(result.grad_norm)
+        step_module.next_batch = read  # validation samples are not the run's
+        curve.validation = evaluate(state, state.datasets.validation, "validation")
         return curve
     finally:
         step_module.next_batch = read

@@ -33,10 +33,10 @@ class Batch:
 
 
 class MicroBatchSampler:
-    """Lists of sample indices for one data-parallel rank: consecutive micro-batches of all ranks are consecutive samples.
+    """Sample indices for one data-parallel rank: consecutive micro-batches of all ranks are consecutive samples.
 
-    The order does not depend on the global batch size, so a batch-size ramp needs nothing here. With `fill`, the
-    last batches are completed with None, so that all ranks make equally many.
+    The order does not depend on the global batch size, so a batch-size ramp needs nothing here. With `fill_to`,
+    batches up to that many are completed with None, so that all ranks make equally many.
     """
 
     def __init__(self, start: int, end: int, micro_batch_size: int, rank: int, replicas: int, *, fill_to: int = 0):

@@ -46,7 +46,9 @@ class SentencePieceTokenizer:
             )
         self.eod = self.processor.eos_id()
         if self.eod < 0:
-            raise ConfigError(f"tokenizer {self.path} has no </s> piece to end documents with; train it with eos_id set")
+            raise ConfigError(
+                f"tokenizer {self.path} has no </s> piece to end documents with; train it with eos_id set"
+            )
 
     def encode(self, text: str) -> list[int]:
         return self.processor.encode(text)

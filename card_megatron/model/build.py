@@ -54,6 +54,7 @@ def unwrap(chunks: list[torch.nn.Module]) -> list[GPTModel]:
 
 def _build_chunk(config: RunConfig, transformer_config: TransformerConfig, vp_stage: int | None) -> GPTModel:
     model, machine = config.model, capabilities()
+    assert model.vocab_size is not None, "preflight resolves it from the tokenizer"
     everywhere = vp_stage is None
     with_engine = uses_transformer_engine(
         model.spec, cuda=machine.cuda, transformer_engine=machine.transformer_engine is not None

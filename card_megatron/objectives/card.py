@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from card_megatron.objectives.arm import clean_sample
@@ -47,7 +49,7 @@ class Card(Objective):
             return [slice(0, len(tokens))]
         starts = np.flatnonzero(tokens[:-1] == self.eod_id) + 1  # an EOD input closes its document
         bounds = [0, *starts.tolist(), len(tokens)]
-        return [slice(start, stop) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
 
     def eligible(self, tokens: np.ndarray, supervised: np.ndarray) -> np.ndarray:
         """Indices of a segment that may be masked: not EOD, not padding, not a first input without context."""

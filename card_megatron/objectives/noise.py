@@ -25,7 +25,9 @@ def soft_tail_mask(length: int, t: float, tail_factor: float, rng: np.random.Gen
     if not 0.0 <= t <= 1.0:
         raise ValueError(f"t={t} is not a noise level; it lies in [0, 1]")
     if not tail_factor >= 1.0:
-        raise ValueError(f"tail_factor={tail_factor} leaves a window smaller than its masks; use 1 (strict tail) or more")
+        raise ValueError(
+            f"tail_factor={tail_factor} leaves a window smaller than its masks; use 1 (strict tail) or more"
+        )
     masked = np.zeros(length, dtype=bool)
     if length == 0:
         return masked

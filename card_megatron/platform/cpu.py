@@ -29,9 +29,9 @@ import torch
 CPU = torch.device("cpu")
 
 FACTORIES = (
-    "arange as_tensor empty empty_like eye full full_like linspace ones ones_like "
-    "rand rand_like randint randn randn_like randperm tensor zeros zeros_like"
-).split()
+    *("arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like"),
+    *("rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like"),
+)
 
 
 def install() -> bool:

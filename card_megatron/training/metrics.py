@@ -45,7 +45,7 @@ def sum_reports(reports: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def reduce_report(report: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks, on every rank: over replicas and sequence parts, then from the last stage to the others."""
+    """The sum over replicas and sequence parts, passed on from the last pipeline stage to all others."""
     report = report.clone()
     torch.distributed.all_reduce(report, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
@@ -71,9 +71,7 @@ def read_report(report: torch.Tensor, normalize: str = "tokens") -> dict[str, An
         "perplexity": perplexity(nll),
         "masked_fraction": sums["masked"] / tokens,
         "mean_weight": sums["weights"] / tokens,
-        "nll_by_t": [
-            total / count if count else None for total, count in zip(nll_by_t, count_by_t, strict=True)
-        ],
+        "nll_by_t": [total / count if count else None for total, count in zip(nll_by_t, count_by_t, strict=True)],
         "tokens": int(sums["supervised"]),
     }
 

@@ -65,11 +65,17 @@ def runs(corpus, tmp_path_factory) -> dict[str, list[Curve]]:
     results: dict[str, list[Curve]] = {}
     for world_size, layouts in LAYOUTS.items():
         configs = {
-            name: tiny_config(corpus, tmp_path_factory.mktemp("run"), *overrides) for name, overrides in layouts.items()
+            name: tiny_config(corpus, tmp_path_factory.mktemp("run"), *validation_on(corpus), *overrides)
+            for name, overrides in layouts.items()
         }
         ranks = run_distributed(train_all, world_size, configs, timeout=420)
         results |= {name: [views[name] for views in ranks] for name in layouts}
     return results
+
+
+def validation_on(corpus) -> list[str]:
+    """A validation set that does not fill its last micro-batches, in whatever layout."""
+    return [f"--data.validation.second=[{corpus}/second]", "--eval.samples=13"]
 
 
 def worst_difference(ours: list[float], oracle: list[float]) -> float:
@@ -87,6 +93,10 @@ def test_layout_gives_the_one_process_curve(runs, layout):
     for view in runs[layout]:
         assert worst_difference(view.losses, oracle.losses) < TOLERANCE
         assert worst_difference(view.grad_norms, oracle.grad_norms) < TOLERANCE
+        ours, theirs = view.validation["second"], oracle.validation["second"]
+        assert ours["tokens"] == theirs["tokens"] == 13 * 32
+        for metric in ("loss", "nll", "clean_nll"):
+            assert ours[metric] == pytest.approx(theirs[metric], rel=TOLERANCE), metric
     assert sample_hashes(runs[layout]) == sample_hashes([oracle])
 
 

@@ -165,7 +165,13 @@ def test_mock_data_needs_no_files_and_never_holds_mask(tmp_path):
     from card_megatron.data.tokenizers import MockTokenizer
 
     config, _ = load_config(
-        ["--preset=tiny", "--data.mock=true", "--model.vocab_size=300", "--train.train_iters=3", f"--run_dir={tmp_path}"]
+        [
+            "--preset=tiny",
+            "--data.mock=true",
+            "--model.vocab_size=300",
+            "--train.train_iters=3",
+            f"--run_dir={tmp_path}",
+        ]
     )
     tokenizer = MockTokenizer(300)
     train = build_clean_datasets(config, tokenizer).train
@@ -199,7 +205,12 @@ def test_documents_that_are_not_there_or_not_json_are_named(tmp_path):
 
 
 def test_text_survives_the_tokenizer(tokenizer):
-    for text in ("def f(x):\n    return x  # two  spaces\n", "Grüße, 世界! 🙂", "tab\tand trailing space ", "[MASK] </s>"):
+    for text in (
+        "def f(x):\n    return x  # two  spaces\n",
+        "Grüße, 世界! 🙂",
+        "tab\tand trailing space ",
+        "[MASK] </s>",
+    ):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert tokenizer.mask not in ids and tokenizer.eod not in ids, "text must not be able to spell a control symbol"

@@ -54,7 +54,7 @@ def test_nothing_to_mask():
 
 @pytest.mark.parametrize(("t", "tail_factor"), [(-0.1, 1.5), (1.1, 1.5), (0.5, 0.9), (0.5, math.nan), (math.nan, 1.5)])
 def test_illegal_values_are_named(t, tail_factor):
-    with pytest.raises(ValueError, match="t=|tail_factor="):
+    with pytest.raises(ValueError, match=r"t=|tail_factor="):
         soft_tail_mask(10, t, tail_factor, np.random.default_rng(0))
 
 

@@ -114,7 +114,7 @@ def test_t_stays_in_its_range(sampler, segments):
         corrupt(tokens, index=index, t_sampler=sampler, t_min=0.2, t_max=0.6, segments=segments).t
         for index in range(200)
     ]
-    assert 0.2 <= min(levels) and max(levels) <= 0.6
+    assert min(levels) >= 0.2 and max(levels) <= 0.6
     assert abs(np.mean(levels) - 0.4) < 0.03
 
 

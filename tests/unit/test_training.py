@@ -28,6 +28,7 @@ from tests.curves import tiny_config, train_curve
 @pytest.fixture
 def build(corpus, tmp_path):
     """Builds a state in a world of one, and leaves it again."""
+
     def make(*overrides):
         return build_state(preflight(tiny_config(corpus, tmp_path / "run", *overrides), Ranks()))
 
@@ -84,7 +85,7 @@ def test_a_non_finite_gradient_skips_the_update(build):
     before = [param.detach().clone() for param in unwrap(state.model)[0].parameters()]
     lr_steps = state.scheduler.num_steps
     weight = unwrap(state.model)[0].decoder.final_layernorm.weight
-    healthy = float(weight[0])
+    healthy = weight[0].item()
     with torch.no_grad():
         weight[0] = math.nan
     result = train_step(state)
@@ -139,9 +140,7 @@ def test_batch_ramp_keeps_the_samples_in_order(corpus, tmp_path, lone_process):
 
 
 def test_gradient_accumulation_divides_by_weights_when_asked(build):
-    by_tokens, by_weights = (
-        _first_gradient(build, f"--objective.normalize={kind}") for kind in ("tokens", "weights")
-    )
+    by_tokens, by_weights = (_first_gradient(build, f"--objective.normalize={kind}") for kind in ("tokens", "weights"))
     report = by_tokens[1]
     factor = report["supervised"] / report["weights"]
     assert factor > 1.2
