@@ -76,7 +76,7 @@ def measure(length: int, turns: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         state = build(length, folder, steps=2 * turns + 4)
         model_config = state.config.model
-        card_data = state.data
+        card_data = training_data(state)
         state.objective = Arm(state.config.objective, mask_id=state.objective.mask_id, eod_id=state.objective.eod_id)
         arm_data = training_data(state)
 

@@ -6,12 +6,13 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from card_megatron.config.errors import ConfigError
+from card_megatron.config.errors import CardError
 from card_megatron.version import __version__
 
 COMMANDS = {
     "train": ("card_megatron.commands.train", "train a model"),
     "config": ("card_megatron.commands.config", "print a run's resolved configuration, its size and its steps"),
+    "checkpoint": ("card_megatron.commands.checkpoint", "list, inspect or verify what a run has saved"),
     "data": ("card_megatron.commands.data", "make a corpus, a tokenizer, or .bin/.idx files"),
 }
 """Command -> (module whose run(arguments) does it, what it does)."""
@@ -36,9 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif command == "--version":
         print(__version__)
     elif command in COMMANDS:
+        if command == "train":  # before torch is imported: a signal may come at any time after that
+            from card_megatron.training import signals
+
+            signals.install()
         try:
             importlib.import_module(COMMANDS[command][0]).run(rest)
-        except ConfigError as error:
+        except CardError as error:
             sys.exit(f"card {command}: {error}")
         except KeyboardInterrupt:
             sys.exit(f"card {command}: interrupted")

@@ -60,7 +60,7 @@ def train_curve(config: RunConfig) -> Curve:
     from card_megatron.platform import ranks_from_environment
     from card_megatron.training import step as step_module
     from card_megatron.training.evaluate import evaluate
-    from card_megatron.training.metrics import read_report, reduce_report, sum_reports
+    from card_megatron.training.metrics import read_report
     from card_megatron.training.preflight import preflight
     from card_megatron.training.state import build_state
 
@@ -80,7 +80,8 @@ def train_curve(config: RunConfig) -> Curve:
         curve = Curve([], [], seen)
         while state.consumed_samples < state.total_samples:
             result = step_module.train_step(state)
-            report = read_report(reduce_report(sum_reports(result.reports)), config.objective.normalize)
+            torch.distributed.all_reduce(result.report)
+            report = read_report(result.report.tolist(), config.objective.normalize)
             curve.losses.append(report["loss"])
             curve.grad_norms.append(result.grad_norm)
         step_module.next_batch = read  # validation samples are not the run's
@@ -117,7 +118,7 @@ def _hash_whole(shares: dict[int, tuple[int, bytes, bytes]]) -> str:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.numpy().tobytes()
+    return tensor.cpu().numpy().tobytes()
 
 
 def train_all(configs: dict[str, RunConfig]) -> dict[str, Any]:

@@ -1,5 +1,1 @@
-"""Distributed checkpoints: used by training, conversion, decoding and evaluation."""
-
-from card_megatron.checkpoint.weights import load_weights, save_weights
-
-__all__ = ["load_weights", "save_weights"]
+"""Distributed checkpoints: saved, verified, resumed in any layout; used by training, conversion and evaluation."""

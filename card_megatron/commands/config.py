@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
+from card_megatron.config.checks import check
 from card_megatron.config.derived import (
     data_parallel_size,
     padded_vocab_size,
@@ -12,9 +14,9 @@ from card_megatron.config.derived import (
     total_samples,
     total_steps,
 )
-from card_megatron.config.load import config_parser, dump_yaml, load_config
+from card_megatron.config.load import config_parser, dump_yaml, load_config, rank_count
 from card_megatron.config.schema import RunConfig
-from card_megatron.platform import ranks_from_environment
+from card_megatron.platform import capabilities, install, ranks_from_environment
 from card_megatron.platform.ranks import Ranks
 from card_megatron.training.preflight import preflight
 
@@ -24,12 +26,33 @@ global batch and tokens per step as comments. The run is checked as `card train`
 
 def run(arguments: Sequence[str]) -> None:
     parser = config_parser("card config", DESCRIPTION)
-    parser.add_argument("--nproc", type=int, default=None, help="Ranks that the run will have; default: this process's.")
+    parser.add_argument("--nproc", type=rank_count, help="Ranks of the run; none is this process's number.")
     config, options = load_config(arguments, parser)
     world_size = options.nproc or ranks_from_environment().world_size
-    plan = preflight(config, Ranks(world_size=world_size))
-    print(dump_yaml(plan.config), end="")
-    print("\n".join(f"# {line}" for line in describe(plan.config, world_size)))
+    lines = []
+    if tokenizer_is_elsewhere(config):
+        lines.append(f"tokenizer: {config.data.tokenizer} is not here; its size and its [MASK] were not checked")
+        check_without_tokenizer(config, world_size)
+    else:
+        config = preflight(config, Ranks(world_size=world_size)).config
+    print(dump_yaml(config), end="")
+    print("\n".join(f"# {line}" for line in [*describe(config, world_size), *lines]))
+
+
+def tokenizer_is_elsewhere(config: RunConfig) -> bool:
+    """True on a laptop that looks at a cluster's run: the vocabulary is known without its tokenizer's file."""
+    tokenizer = config.data.tokenizer
+    return bool(tokenizer and config.model.vocab_size and not config.data.mock and not Path(tokenizer).is_file())
+
+
+def check_without_tokenizer(config: RunConfig, world_size: int) -> None:
+    """All of preflight() that needs no tokenizer."""
+    machine = capabilities()
+    install()
+    from card_megatron.model.transformer_config import build_transformer_config
+
+    check(config, world_size=world_size, cuda=machine.cuda, transformer_engine=machine.transformer_engine is not None)
+    build_transformer_config(config)
 
 
 def describe(config: RunConfig, world_size: int) -> list[str]:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from card_megatron.config.errors import ConfigError
 from card_megatron.data import python_docs
 from card_megatron.data.preprocess import build_indexed, read_documents, write_documents
 from card_megatron.data.tokenizers import load_tokenizer, train_sentencepiece
@@ -35,7 +36,10 @@ def run(arguments: Sequence[str]) -> None:
     build.set_defaults(function=build_files)
 
     options = parser.parse_args(list(arguments))
-    options.function(options)
+    try:
+        options.function(options)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from error
 
 
 def _add_inputs(parser: argparse.ArgumentParser) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from card_megatron.config.load import config_parser, load_config
+from card_megatron.config.errors import ConfigError
+from card_megatron.config.load import config_parser, load_config, option_pairs, rank_count
 from card_megatron.platform import capabilities, ranks_from_environment
 
 DESCRIPTION = """Train a model. Fields come from defaults, then --preset, then --config, then --section.key value.
@@ -15,8 +17,9 @@ Under torchrun each process is a rank; alone, --nproc N starts N of them here.""
 
 def run(arguments: Sequence[str]) -> None:
     parser = config_parser("card train", DESCRIPTION)
-    parser.add_argument("--nproc", type=int, default=1, help="Start this many ranks on this machine.")
+    parser.add_argument("--nproc", type=rank_count, default=1, help="Start this many ranks on this machine.")
     config, options = load_config(arguments, parser)
+    refuse_unwritable(config.run_dir)
     ranks = ranks_from_environment()
     if options.nproc > 1 and ranks.world_size == 1:
         from card_megatron.platform.ranks import Ranks
@@ -29,9 +32,21 @@ def run(arguments: Sequence[str]) -> None:
     train_run(config, ranks)
 
 
+def refuse_unwritable(run_dir: str) -> None:
+    """Refuse a run_dir that cannot be made, before hours of training end in it."""
+    folder = Path(run_dir).absolute()
+    existing = next(path for path in (folder, *folder.parents) if os.access(path, os.F_OK))
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ConfigError(f"run_dir={run_dir}: {existing} is no folder that can be written to; choose another run_dir")
+
+
 def start_local_ranks(count: int, arguments: Sequence[str]) -> None:
-    """Become torchrun with this very command; it does not return."""
+    """Become torchrun with this very command, --nproc aside; it does not return."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, capabilities().cpu_cores // count)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    # torchrun would read --nproc, wherever it stands, as a short form of its own options
+    options = [
+        f"{key}={value}" if value is not None else key for key, value in option_pairs(arguments) if key != "--nproc"
+    ]
     sys.stdout.flush()
-    os.execv(sys.executable, [*command, "-m", "card_megatron", "train", *arguments])
+    os.execv(sys.executable, [*command, "-m", "card_megatron", "train", *options])

@@ -18,9 +18,7 @@ def padded_vocab_size(model: ModelConfig) -> int:
 
 def model_parallel_size(parallel: ParallelConfig) -> int:
     """Ranks that together hold one replica of the model and one sequence."""
-    return (
-        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-    )
+    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:

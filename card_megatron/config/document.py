@@ -22,6 +22,9 @@ line, the YAML file of `--config`, the preset, the default below. An unknown key
 resolved tree as YAML that `--config` reads back.
 """
 
+MARKDOWN = str.maketrans({"|": r"\|", "*": r"\*"})
+"""Signs that would end a table's cell or begin an emphasis."""
+
 
 def document() -> str:
     """The whole page."""
@@ -51,16 +54,22 @@ def _sections() -> Iterator[str]:
 def _table(title: str, kind: type, prefix: str) -> str:
     hints, docs = typing.get_type_hints(kind), field_docs(kind)
     rows = [
-        f"| `{prefix}{field.name}` | {describe_type(hints[field.name])} | `{_default(field)}` | {docs[field.name]} |"
+        f"| `{prefix}{field.name}` | {describe_type(hints[field.name])} | `{_default(field)}` "
+        f"| {docs[field.name].translate(MARKDOWN)} |"
         for field in dataclasses.fields(kind)
         if not dataclasses.is_dataclass(hints[field.name])
     ]
     about = inspect.cleandoc(kind.__doc__ or "")
-    return "\n".join([f"## {title}\n\n{about}\n", "| field | takes | default | meaning |", "|---|---|---|---|", *rows, ""])
+    return "\n".join(
+        [f"## {title}\n\n{about}\n", "| field | takes | default | meaning |", "|---|---|---|---|", *rows, ""]
+    )
 
 
 def _default(field: dataclasses.Field) -> str:
-    value = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    return _as_yaml(field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default)
+
+
+def _as_yaml(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
@@ -71,11 +80,11 @@ def _presets() -> str:
     rows = []
     for key in keys:
         values = [dict(flatten(preset)).get(key, "") for preset in PRESETS.values()]
-        rows.append(f"| `{key}` | " + " | ".join(str(value) for value in values) + " |")
+        rows.append(f"| `{key}` | " + " | ".join(map(_as_yaml, values)) + " |")
     names = " | ".join(PRESETS)
     text = (
-        "## Presets\n\nWhat `preset` sets; empty is the default above. `card_megatron/config/presets.py` marks the values\n"
-        "that are ours where the paper is silent.\n\n"
+        "## Presets\n\nWhat `preset` sets; empty is the default above. `card_megatron/config/presets.py` marks the\n"
+        "values that are ours where the paper is silent.\n\n"
     )
     return text + "\n".join([f"| field | {names} |", "|---" * (len(PRESETS) + 1) + "|", *rows, ""])
 

@@ -1,5 +1,17 @@
-"""The one error that a user's configuration can cause."""
+"""The errors that are a user's to act on: shown as one message, without a traceback."""
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot run: the message says the value, the rule and the remedy."""
+class CardError(Exception):
+    """Something that the message explains completely: the value, the rule and the remedy."""
+
+
+class ConfigError(CardError, ValueError):
+    """A configuration that cannot run."""
+
+
+class CheckpointError(CardError):
+    """A checkpoint that cannot be written, read or trusted."""
+
+
+class RunStopped(CardError):
+    """A run that ended itself: bad numbers, a loss spike, a save that failed."""

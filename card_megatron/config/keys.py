@@ -30,10 +30,15 @@ def leaf_types() -> dict[str, Any]:
     return dict(walk(RunConfig))
 
 
+def is_section(key: str) -> bool:
+    """True for the name of a group of fields, such as `model`."""
+    return any(leaf.startswith(key + ".") for leaf in leaf_types())
+
+
 def is_known(key: str) -> bool:
     """True for a field, a section, and anything below a field that is itself a dict."""
     leaves = leaf_types()
-    if key in leaves or any(leaf.startswith(key + ".") for leaf in leaves):
+    if key in leaves or is_section(key):
         return True
     parents = (key.rsplit(".", depth)[0] for depth in range(1, key.count(".") + 1))
     return any(typing.get_origin(leaves.get(parent)) is dict for parent in parents)
@@ -43,7 +48,7 @@ def refuse_unknown(key: str, also: typing.Iterable[str] = ()) -> None:
     """Raise, with the nearest known key, unless the key exists; `also` holds keys outside the tree."""
     if is_known(key) or key in also:
         return
-    candidates = [*leaf_types(), *also]
+    candidates = [*leaf_types(), *(name for name in also if not is_section(name))]
     section, _, last = key.rpartition(".")
     # a right name in a wrong section is nearer to what was meant than a similar spelling
     close = [name for name in candidates if name.rpartition(".")[2] == last and section]

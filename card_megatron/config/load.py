@@ -15,7 +15,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from card_megatron.config.errors import ConfigError
-from card_megatron.config.keys import describe_type, flatten, leaf_types, refuse_unknown
+from card_megatron.config.keys import describe_type, flatten, is_section, leaf_types, refuse_unknown
 from card_megatron.config.presets import PRESETS
 from card_megatron.config.schema import RunConfig
 
@@ -34,21 +34,25 @@ def config_parser(prog: str, description: str) -> ArgumentParser:
     )
     parser.add_argument("--config", action="config", help="YAML file with any of the fields below.")
     parser.add_class_arguments(RunConfig, None)
+    for action in parser._actions:
+        if is_section(action.dest):
+            action.help = argparse.SUPPRESS  # jsonargparse's --model FILE: --config does that for all sections
     return parser
 
 
 def load_config(arguments: Sequence[str], parser: Optional[ArgumentParser] = None) -> tuple[RunConfig, Namespace]:
     """Parse a command line; returns the run and everything parsed (for options that a command added)."""
     parser = parser or config_parser("card", "A run's configuration.")
-    arguments = [_as_yaml(key, value) for key, value in _pairs(arguments)]
-    own_options = _own_options(parser)
-    _refuse_unknown_options(arguments, own_options)
-    file_fields = _read_files(arguments)
-    for key in file_fields:
-        refuse_unknown(key)
-    preset = _option(arguments, "preset") or file_fields.get("preset")
-    if preset is not None:
-        if preset not in PRESETS:
+    arguments = [_as_yaml(key, value) for key, value in option_pairs(arguments)]
+    _refuse_unknown_options(arguments, _own_options(parser))
+    # files first, wherever they were given: jsonargparse lets the later one win
+    arguments.sort(key=lambda argument: not argument.startswith("--config="))
+    file_fields: dict[str, Any] = {}
+    for path in _values(arguments, "config"):
+        file_fields |= _read_file(path)
+    preset = [file_fields.get("preset"), *_values(arguments, "preset")][-1]
+    if preset not in (None, "null"):
+        if preset not in list(PRESETS):
             raise ConfigError(f"preset={preset} is unknown; choose from {', '.join(PRESETS)}")
         parser.set_defaults(dict(flatten(PRESETS[preset])))
     try:
@@ -58,6 +62,13 @@ def load_config(arguments: Sequence[str], parser: Optional[ArgumentParser] = Non
             raise
         raise ConfigError(_readable(error)) from error
     return _instantiate(parser, parsed), parsed
+
+
+def rank_count(value: str | int) -> int:
+    """The type of --nproc; jsonargparse also asks it about a value that is an integer already."""
+    if not str(value).isdecimal() or int(value) < 1:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a number of ranks; give 1 or more")
+    return int(value)
 
 
 def dump_yaml(config: RunConfig) -> str:
@@ -80,7 +91,7 @@ def _own_options(parser: ArgumentParser) -> set[str]:
     }
 
 
-def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Optional[str]]]:
+def option_pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Optional[str]]]:
     """(option, value) of a command line in either spelling; a value of None where none follows."""
     position = 0
     while position < len(arguments):
@@ -112,31 +123,53 @@ def _refuse_unknown_options(arguments: Sequence[str], own_options: set[str]) -> 
         if not argument.startswith("-"):
             raise ConfigError(f"{argument!r} belongs to no option; fields are given as --section.key value")
         if argument.startswith("--"):
-            refuse_unknown(argument[2:].partition("=")[0], also=own_options)
+            key = argument[2:].partition("=")[0]
+            refuse_unknown(key, also=own_options)
+            if is_section(key):
+                raise ConfigError(f"--{key} is a section; give its fields, such as --{_field_of(key)} value")
 
 
-def _option(arguments: Sequence[str], name: str) -> Optional[str]:
-    """The last value given to --name."""
-    values = [argument.partition("=")[2] for argument in arguments if argument.startswith(f"--{name}=")]
-    return values[-1] if values else None
+def _values(arguments: Sequence[str], name: str) -> list[str]:
+    """All values given to --name."""
+    return [argument.partition("=")[2] for argument in arguments if argument.startswith(f"--{name}=")]
 
 
-def _read_files(arguments: Sequence[str]) -> dict[str, Any]:
-    """The dotted fields of the --config file, so that unknown ones are named before anything is parsed."""
-    path = _option(arguments, "config")
-    if path is None:
-        return {}
+def _field_of(section: str) -> str:
+    return next(leaf for leaf in leaf_types() if leaf.startswith(section + "."))
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML would silently keep the last."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    """The dotted fields of a --config file; here is named what jsonargparse takes silently or refuses in riddles."""
     if not Path(path).is_file():
         raise ConfigError(f"--config {path}: no such file; examples/configs/ has ready ones")
     try:
-        tree = yaml.safe_load(Path(path).read_text()) or {}
-    except yaml.YAMLError as error:
+        tree = yaml.load(Path(path).read_text(encoding="utf-8"), _StrictLoader)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"--config {path} is not valid YAML: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"--config {path} holds a {type(tree).__name__}; it must map section names to fields")
+    if not isinstance(tree, dict) or not tree:
+        held = f"a {type(tree).__name__}" if tree else "nothing"
+        raise ConfigError(f"--config {path} holds {held}; it must map section names to fields")
     fields = dict(flatten(tree))
     for key, value in fields.items():
-        if value == "inf" and leaf_types().get(key) is float:
+        refuse_unknown(key)
+        hint = leaf_types().get(key)
+        if is_section(key):
+            held = "null" if value is None else value
+            raise ConfigError(f"--config {path}: {key}={held} is a section; give its fields, such as {_field_of(key)}")
+        if value is None and type(None) not in typing.get_args(hint):
+            raise ConfigError(f"--config {path}: {key}=null is not {describe_type(hint)}")
+        if value == "inf" and hint is float:
             raise ConfigError(f"--config {path}: {key}: inf is a word in YAML; write .inf")
     return fields
 
@@ -145,7 +178,7 @@ def _readable(error: BaseException) -> str:
     """Value and rule, without jsonargparse's vocabulary of parsers, unions and subtypes."""
     text = " ".join((error.message if isinstance(error, argparse.ArgumentError) else str(error)).split())
     key = re.search(r'key "([\w.]+)"', text)
-    value = re.search(r"Given value: (.+?)(?= Given value type|$)", text) or re.search(r"Got value: (.+?)(?= - |$)", text)
+    value = re.search(r"Given value:(.*?)(?= Given value type|$)", text) or re.search(r"Got value:(.*?)(?= - |$)", text)
     if key and value and key[1] in leaf_types():
-        return f"{key[1]}={value[1]} is not {describe_type(leaf_types()[key[1]])}"
-    return text
+        return f"{key[1]}={value[1].strip()} is not {describe_type(leaf_types()[key[1]])}"
+    return text.removeprefix(f'Parser key "{key[1]}": ') if key else text

@@ -12,7 +12,7 @@ TINY: dict[str, Any] = {  # ours: ~1M parameters, trains in a minute on a laptop
     "model": dict(num_layers=4, hidden_size=128, ffn_hidden_size=384, num_attention_heads=4),
     "data": dict(sequence_length=128),
     "optimizer": dict(lr=3e-3, min_lr=3e-4, lr_warmup_iters=20),
-    "train": dict(global_batch_size=32, micro_batch_size=32),
+    "train": dict(global_batch_size=8, micro_batch_size=8),
 }
 
 SMALL: dict[str, Any] = {  # ours: ~12M parameters, the size of the benchmarks

@@ -225,6 +225,54 @@ class EvalConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    """Saving and resuming. A run directory that has checkpoints is continued from the newest that is whole."""
+
+    interval: Optional[int] = None
+    """Steps between saves; none saves at the end, on a signal and on request (`touch RUN_DIR/save_now`) only."""
+    interval_minutes: Optional[float] = None
+    """Also save when this much time has passed since the last save."""
+    async_save: bool = True
+    """Write while training goes on; false waits for the disk."""
+    max_pending: int = 1
+    """Saves that may be under way at once: one more waits for the oldest."""
+    keep_last: int = 3
+    """Newest checkpoints that are kept."""
+    keep_every: Optional[int] = None
+    """Checkpoints whose step is a multiple of this are kept for ever."""
+    on_save_error: Literal["continue", "stop"] = "continue"
+    """A save that fails (full disk, no permission): say so and train on, or stop the run."""
+    verify: bool = True
+    """Before resuming, compare every file's checksum with the manifest; false compares sizes only."""
+
+
+@dataclass
+class EmaConfig:
+    """An exponential moving average of the weights, in fp32, sharded like the optimizer."""
+
+    decay: Optional[float] = None
+    """Share of the old average that an update keeps, e.g. 0.9999; none keeps no average."""
+    validate: bool = False
+    """Validate and test with the averaged weights instead of the trained ones."""
+
+
+@dataclass
+class GuardConfig:
+    """What ends or marks a run that goes wrong."""
+
+    max_bad_steps: int = 10
+    """Steps in a row with a non-finite loss or gradient, each skipped, after which the run stops."""
+    spike_sigma: float = 8.0
+    """A loss this many standard deviations above its running mean is logged as a spike; 0 looks for none."""
+    spike_window: int = 100
+    """Steps that the running mean and deviation remember; none is a spike before as many have passed."""
+    on_spike: Literal["log", "stop"] = "log"
+    """A spike is only logged, with its samples, or also stops the run."""
+    hang_minutes: float = 30.0
+    """A rank that makes no progress for this long writes all its stacks and ends the run; 0 waits for ever."""
+
+
+@dataclass
 class LoggingConfig:
     """Where metrics go: the console, RUN_DIR/metrics.jsonl, TensorBoard, Weights & Biases."""
 
@@ -264,5 +312,11 @@ class RunConfig:
     """Number formats."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Validation during and after training."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Saving and resuming."""
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    """An exponential moving average of the weights."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    """What ends or marks a run that goes wrong."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """Where metrics go."""

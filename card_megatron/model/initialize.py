@@ -47,7 +47,7 @@ def _fill(shard: ShardedTensor, config: TransformerConfig, seed: int) -> int:
     key = "/".join([shard.key, *map(str, shard.global_offset[:lead])])
     whole = torch.empty(shard.global_shape[lead:], dtype=torch.float32)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_seed_of(seed, key))
+        torch.default_generator.manual_seed(_seed_of(seed, key))  # the CPU's alone: dropout's on a GPU stay as they are
         _method(shard.key, config)(whole)
     window = tuple(
         slice(offset, offset + length)

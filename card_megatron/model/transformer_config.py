@@ -13,7 +13,7 @@ from megatron.core.transformer import TransformerConfig
 
 from card_megatron.config.derived import GATED_ACTIVATIONS, pipeline_layout
 from card_megatron.config.errors import ConfigError
-from card_megatron.config.schema import RunConfig
+from card_megatron.config.schema import ModelConfig, RunConfig
 
 ACTIVATIONS = {"swiglu": F.silu, "geglu": F.gelu, "gelu": F.gelu, "squared_relu": squared_relu}
 
@@ -79,9 +79,14 @@ def _from_run(config: RunConfig) -> dict[str, Any]:
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=cuda,
         bias_dropout_fusion=cuda,
-        bias_activation_fusion=cuda,
+        # Megatron fuses gated activations, and gelu where it has a bias to fuse
+        bias_activation_fusion=cuda and (model.activation in GATED_ACTIVATIONS or _fusable_gelu(model)),
         persist_layer_norm=False,
     )
+
+
+def _fusable_gelu(model: ModelConfig) -> bool:
+    return model.activation == "gelu" and model.add_bias_linear
 
 
 def _refuse_unknown(fields: dict[str, Any]) -> None:

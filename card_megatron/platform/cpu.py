@@ -126,13 +126,13 @@ def _answer_device_names() -> None:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     for kind in (torch.Tensor, torch.nn.Module):
         kind.to = _move_on_cpu(kind.to)  # type: ignore[method-assign]
-        kind.cuda = _itself  # type: ignore[method-assign,assignment]
-    torch.Tensor.pin_memory = _itself  # type: ignore[method-assign,assignment]
-    torch.Tensor.record_stream = _nothing()  # type: ignore[method-assign,assignment]
+        kind.cuda = _itself  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = _itself  # type: ignore[method-assign]
+    torch.Tensor.record_stream = _nothing()  # type: ignore[method-assign]
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
-    torch.cuda.set_device = _nothing()  # type: ignore[assignment]
+    torch.cuda.set_device = _nothing()
     torch.cuda.device_count = lambda: 1
-    torch.cuda.get_device_capability = lambda device=None: (0, 0)  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda device=None: (0, 0)
 
 
 # ---------------------------------------------------------------- 2. streams and events
@@ -236,7 +236,7 @@ def _answer_type_names() -> None:
         asker = sys._getframe(1).f_globals.get("__name__", "")
         return name.replace("torch.", "torch.cuda.", 1) if asker.startswith("megatron.core.optimizer") else name
 
-    torch.Tensor.type = type_name  # type: ignore[method-assign,assignment]
+    torch.Tensor.type = type_name  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------- 6. Adam

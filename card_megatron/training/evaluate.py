@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,24 +19,29 @@ from card_megatron.training.step import run_schedule
 MICROBATCHES_A_PASS = 64
 
 
-def evaluate(state: TrainState, datasets: dict[str, Any], split: str) -> dict[str, dict[str, Any]]:
+def evaluate(
+    state: TrainState, datasets: dict[str, Any], split: str, beat: Callable[[], None] = lambda: None
+) -> dict[str, dict[str, Any]]:
     """Metrics of each named set: under the objective's own noise and, with eval.clean, on clean prefixes.
 
     For a causal objective `clean_nll` is the exact autoregressive likelihood per token; `nll` is under noise.
+    `beat` is called between passes, as a sign of life.
     """
     results = {}
     for name, dataset in datasets.items():
         label = f"{split}/{name}"
-        metrics = _score(state, dataset, state.objective, label)
+        metrics = _score(state, dataset, state.objective, label, beat)
         if state.config.eval.clean and state.objective.likelihood == "exact":
             clean = Arm(ObjectiveConfig(), mask_id=state.objective.mask_id, eod_id=state.objective.eod_id)
-            exact = metrics if isinstance(state.objective, Arm) else _score(state, dataset, clean, label)
+            exact = metrics if isinstance(state.objective, Arm) else _score(state, dataset, clean, label, beat)
             metrics |= {"clean_nll": exact["nll"], "clean_perplexity": exact["perplexity"]}
         results[name] = metrics
     return results
 
 
-def _score(state: TrainState, dataset: Any, objective: Objective, label: str) -> dict[str, Any]:
+def _score(
+    state: TrainState, dataset: Any, objective: Objective, label: str, beat: Callable[[], None]
+) -> dict[str, Any]:
     """Forward passes over a whole set."""
     config = state.config
     replicas = parallel_state.get_data_parallel_world_size()
@@ -71,10 +77,11 @@ def _score(state: TrainState, dataset: Any, objective: Objective, label: str) ->
                 micro_batch_size=config.train.micro_batch_size,
             )
             total += sum_reports(reports)
+            beat()
     for chunk in state.model:
         chunk.train()
     state.weight_sum = weight_sum
-    return read_report(reduce_report(total), config.objective.normalize)
+    return read_report(reduce_report(total).tolist(), config.objective.normalize)
 
 
 def _same_on_all_ranks(value: int) -> int:

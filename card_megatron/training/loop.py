@@ -1,101 +1,294 @@
-"""The loop: steps, records, validations, and the weights at the end."""
+"""The loop: steps, records, validations, saves, and the ways in which a run ends."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from card_megatron.checkpoint.weights import save_weights
-from card_megatron.config.derived import flops_per_token, total_steps
-from card_megatron.config.load import dump_yaml
+from card_megatron.checkpoint import contents as checkpoint_contents
+from card_megatron.checkpoint import folder
+from card_megatron.checkpoint.agree import on_first_rank
+from card_megatron.checkpoint.contents import Contents
+from card_megatron.checkpoint.resume import changes, newest_whole, refuse_misfit, same_layout
+from card_megatron.checkpoint.saver import Saver, describe_run
+from card_megatron.config.derived import flops_per_token, parameter_count, total_steps
+from card_megatron.config.errors import RunStopped
 from card_megatron.platform import capabilities
+from card_megatron.training.control import Control, Verdict
 from card_megatron.training.evaluate import evaluate
-from card_megatron.training.metrics import read_report, reduce_report, sum_reports
+from card_megatron.training.guard import Guard
+from card_megatron.training.metrics import EMPTY_REPORT, read_report
 from card_megatron.training.records import Recorder
 from card_megatron.training.state import TrainState
 from card_megatron.training.step import StepResult, train_step
+from card_megatron.training.watchdog import Watchdog
+
+STOPPED = "stopped.json"
+"""In the run directory: why and where a run was asked to end. A resumed run removes it."""
 
 
 @dataclass
 class Window:
-    """The steps since the last record."""
+    """The steps since the last record, in sums over all ranks: a save keeps it, so that no step's record is lost."""
 
     first_sample: int
-    reports: list[torch.Tensor] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
+    report: list[float] = field(default_factory=lambda: list(EMPTY_REPORT))
+    steps: int = 0
     skipped: int = 0
-    started: float = field(default_factory=time.perf_counter)
+    grad_norms: list[float] = field(default_factory=list)
+    seconds: float = 0.0
 
-    def add(self, result: StepResult) -> None:
-        self.reports.append(sum_reports(result.reports))
+    def add(self, report: list[float], result: StepResult, seconds: float) -> None:
+        self.steps += 1
+        self.seconds += seconds
         self.skipped += result.skipped
-        if not result.skipped:
+        if not result.skipped:  # what was not learned from is not averaged either
             self.grad_norms.append(result.grad_norm)
+            self.report = [total + value for total, value in zip(self.report, report, strict=True)]
 
 
-def train(state: TrainState, recorder: Recorder) -> dict[str, Any]:
-    """Run to the end; returns the summary that is also written to RUN_DIR/summary.json."""
-    config = state.config
-    run_dir = Path(config.run_dir)
-    if torch.distributed.get_rank() == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(dump_yaml(config))
-    steps = total_steps(config)
-    validations: list[dict[str, Any]] = []
+class Loop:
+    """A run in progress: everything beside the state that a step works on."""
 
-    def validate() -> None:
-        if state.datasets.validation:
-            recorder.activity("validating")
-            record = {"step": state.step, "validation": evaluate(state, state.datasets.validation, "validation")}
-            validations.append(record)
-            recorder.validation(record)
+    def __init__(self, state: TrainState, events: Callable[..., None], watchdog: Watchdog):
+        self.state, self.config, self.events, self.watchdog = state, state.config, events, watchdog
+        self.run_dir = Path(self.config.run_dir)
+        self.steps = total_steps(self.config)
+        self.saver = Saver(self.run_dir, self.config.checkpoint, state.optimizer, events)
+        self.control = Control(self.run_dir, self.config.checkpoint)
+        self.guard = Guard(self.config.guard)
+        self.window = Window(state.consumed_samples)
+        self.validations: dict[str, Any] = {"before": None, "after": None}
+        self.record: dict[str, Any] = {}
+        self.seconds_before = 0.0
+        self.started = time.perf_counter()
 
-    started = time.perf_counter()
-    if config.eval.at_start:
-        validate()
-    window = Window(state.consumed_samples)
-    record: dict[str, Any] = {}
-    while state.consumed_samples < state.total_samples:
-        result = train_step(state)
-        window.add(result)
-        last = state.consumed_samples >= state.total_samples
-        if state.step % config.logging.interval == 0 or last:
-            record = make_record(state, window, result.learning_rate, steps)
-            recorder.training(record)
-            window = Window(state.consumed_samples)
+    # ------------------------------------------------------------ where it starts
+
+    def resume(self, say: Callable[[str], None]) -> int | None:
+        """Go on from the newest whole checkpoint; returns its step, or None for a new run."""
+        found = newest_whole(self.run_dir, checksums=self.config.checkpoint.verify, say=say)
+        if found is None:
+            return None
+        checkpoint, manifest = found
+        config = dataclasses.asdict(self.config)
+        refuse_misfit(config, manifest, checkpoint)
+        alike = same_layout(manifest, self.manifest())
+        progress = checkpoint_contents.load(
+            self.contents(), checkpoint, same_layout=alike, has_ema=manifest.ema and self.state.ema is not None
+        )
+        self.take(progress)
+        self.saver.last_saved = self.state.step
+        changed = changes(config, manifest)
+        self.events("resumed", step=self.state.step, checkpoint=str(checkpoint), same_layout=alike, changed=changed)
+        for change in changed:
+            say(f"changed since the checkpoint: {change}")
+        if not alike and (self.config.model.hidden_dropout or self.config.model.attention_dropout):
+            say("another layout than the checkpoint's: dropout is drawn anew from the seed")
+        if self.state.ema is not None and not manifest.ema:
+            say("the checkpoint has no averaged weights: the average starts from its weights")
+            self.state.ema.restart()
+        return self.state.step
+
+    def take(self, progress: dict[str, Any]) -> None:
+        """Go back to where a checkpoint was saved."""
+        state = self.state
+        state.step, state.consumed_samples = progress["step"], progress["consumed_samples"]
+        state.skipped_steps = progress["skipped_steps"]
+        state.data = []  # made again from the first sample that is not consumed
+        self.guard.load(progress["guard"])
+        self.window = Window(**progress["window"])
+        self.validations, self.record = progress["validations"], progress["record"]
+        self.seconds_before = progress["seconds"]
+
+    # ------------------------------------------------------------ steps
+
+    def run(self, recorder: Recorder, *, resumed: bool) -> dict[str, Any]:
+        """Run to the end, or until a signal; returns the summary."""
+        state = self.state
+        if not resumed and self.config.eval.at_start:
+            self.validations["before"] = self.validate(recorder)
+        while state.consumed_samples < state.total_samples:
+            self.watchdog.beat(state.step, "training")
+            started, first_sample = time.perf_counter(), state.consumed_samples
+            result = train_step(state)
+            self.watchdog.beat(state.step, "asking all ranks")
+            verdict = self.control.ask(result.report, self.config.objective.normalize)
+            self.judge(result, verdict, first_sample)
+            self.window.add(verdict.report, result, time.perf_counter() - started)
+            last = state.consumed_samples >= state.total_samples
+            self.write_record(recorder, result, last)
+            interval = self.config.eval.interval
+            if last or (interval and state.step % interval == 0):
+                self.validations["after"] = self.validate(recorder)
+            self.save_if_due(recorder, verdict, last)
+            self.saver.poll()
+            if verdict.signal is not None and not last:
+                return self.stop(recorder, signal.Signals(verdict.signal).name)
+        return self.finish(recorder)
+
+    def judge(self, result: StepResult, verdict: Verdict, first_sample: int) -> None:
+        """Log a skipped step or a spike with its samples; raise where the run must end."""
+        step, last_sample = self.state.step, self.state.consumed_samples - 1
+        if result.skipped:
+            facts = dict(loss=str(verdict.loss), grad_norm=str(result.grad_norm))
+            worst = result.samples.worst()
+            self.events("bad_step", step=step, first=first_sample, last=last_sample, worst=worst, **facts)
+        if self.guard.too_many_bad(result.skipped):
+            raise RunStopped(
+                f"{self.guard.bad_in_a_row} steps in a row had a non-finite loss or gradient, the last of them step "
+                f"{step} with samples {first_sample}..{last_sample} (worst: {worst}); {self.newest()}. "
+                "guard.max_bad_steps sets how many are too many"
+            )
+        mean = self.guard.mean
+        if not result.skipped and self.guard.is_spike(verdict.loss):
+            worst = result.samples.worst()
+            self.events(
+                "spike", step=step, loss=verdict.loss, mean=mean, first=first_sample, last=last_sample, worst=worst
+            )
+            if self.config.guard.on_spike == "stop":
+                raise RunStopped(
+                    f"the loss jumped to {verdict.loss:.4f} at step {step} from a mean of {mean:.4f}, with samples "
+                    f"{first_sample}..{last_sample} (worst: {worst}); {self.newest()}. "
+                    "guard.on_spike=log would go on"
+                )
+
+    def newest(self) -> str:
+        """The last good checkpoint, in words; saves that have begun are finished first."""
+        self.saver.finish_all()
+        found = folder.visible(self.run_dir)
+        return f"the last good checkpoint is {found[0]}" if found else "there is no checkpoint"
+
+    def write_record(self, recorder: Recorder, result: StepResult, last: bool) -> None:
+        state = self.state
+        if state.step % self.config.logging.interval == 0 or last:
+            self.record = make_record(state, self.window, result.learning_rate, self.steps)
+            recorder.training(self.record)
+            self.window = Window(state.consumed_samples)
         else:
-            recorder.tick(state.step, steps)
-        if last or (config.eval.interval and state.step % config.eval.interval == 0):
-            validate()
-            window.started = time.perf_counter()  # validation is not training time
-    summary = {
-        "steps": state.step,
-        "consumed_samples": state.consumed_samples,
-        "consumed_tokens": state.consumed_samples * config.data.sequence_length,
-        "skipped_steps": state.skipped_steps,
-        "seconds": time.perf_counter() - started,
-        "last_record": record,
-        "validation_before": validations[0]["validation"] if validations and config.eval.at_start else None,
-        "validation_after": validations[-1]["validation"] if validations else None,
-        "test": evaluate(state, state.datasets.test, "test") if state.datasets.test else None,
-        "checkpoint": str(save_weights(state.model, run_dir, state.step)),
-    }
-    recorder.finish(summary)
-    return summary
+            recorder.tick(state.step, self.steps)
+
+    def validate(self, recorder: Recorder) -> dict[str, Any] | None:
+        """Metrics of every validation set, recorded; None where there is no set."""
+        datasets = self.state.datasets.validation
+        if not datasets:
+            return None
+        recorder.activity("validating")
+        results = self.evaluate(datasets, "validation")
+        recorder.validation({"step": self.state.step, "validation": results})
+        return results
+
+    def evaluate(self, datasets: dict[str, Any], split: str) -> dict[str, Any]:
+        """With the averaged weights where the configuration asks for them."""
+
+        def beat() -> None:
+            self.watchdog.beat(self.state.step, "validating")
+
+        if self.state.ema is not None and self.config.ema.validate:
+            with self.state.ema.in_model():
+                return evaluate(self.state, datasets, split, beat)
+        return evaluate(self.state, datasets, split, beat)
+
+    # ------------------------------------------------------------ saves
+
+    def save_if_due(self, recorder: Recorder, verdict: Verdict, last: bool) -> None:
+        interval = self.config.checkpoint.interval
+        due = interval is not None and self.state.step % interval == 0
+        if due or last or verdict.save or verdict.signal is not None:
+            self.save(recorder, wait=last or verdict.signal is not None)
+
+    def save(self, recorder: Recorder, *, wait: bool) -> None:
+        """Save this step, once; with `wait` the disk has it, and all earlier saves, before this returns."""
+        self.watchdog.beat(self.state.step, "saving")
+        if self.saver.last_saved != self.state.step:
+            recorder.sync()  # the records up to here outlive a crash of the machine, as the checkpoint does
+            self.saver.save(self.contents(), self.manifest(), wait=wait)
+        elif wait:
+            self.saver.finish_all()
+        self.control.saved()
+
+    def contents(self) -> Contents:
+        state = self.state
+        progress = {
+            "step": state.step,
+            "consumed_samples": state.consumed_samples,
+            "skipped_steps": state.skipped_steps,
+            "guard": self.guard.state(),
+            "window": dataclasses.asdict(self.window),
+            "validations": dict(self.validations),
+            "record": self.record,
+            "seconds": self.seconds(),
+        }
+        agreed, _ = on_first_rank(lambda: progress)  # all ranks' clocks differ; rank 0's count
+        return Contents(state.model, state.optimizer, state.scheduler, state.ema, agreed)
+
+    def manifest(self):
+        return describe_run(
+            self.config,
+            step=self.state.step,
+            consumed_samples=self.state.consumed_samples,
+            parameters=parameter_count(self.config.model),
+            ema=self.state.ema is not None,
+        )
+
+    def seconds(self) -> float:
+        return self.seconds_before + time.perf_counter() - self.started
+
+    # ------------------------------------------------------------ ways to end
+
+    def stop(self, recorder: Recorder, reason: str) -> dict[str, Any]:
+        """Asked to end: the save is done; leave a marker that says why."""
+        found = folder.visible(self.run_dir)
+        marker = {
+            "reason": reason,
+            "step": self.state.step,
+            "checkpoint": str(found[0]) if found else None,
+            "time": time.time(),
+        }
+        self.events("stopped", **marker)
+        if recorder.active:
+            (self.run_dir / STOPPED).write_text(json.dumps(marker) + "\n")
+        return {"stopped": reason, "steps": self.state.step, "checkpoint": marker["checkpoint"]}
+
+    def finish(self, recorder: Recorder) -> dict[str, Any]:
+        """The end of the run: test sets, summary."""
+        state, config = self.state, self.config
+        known = self.run_dir / "summary.json"
+        if known.is_file() and json.loads(known.read_text())["steps"] == state.step:
+            recorder.say(f"{self.run_dir} is complete at step {state.step}; raise train.train_iters to go on")
+            return json.loads(known.read_text())
+        summary = {
+            "steps": state.step,
+            "consumed_samples": state.consumed_samples,
+            "consumed_tokens": state.consumed_samples * config.data.sequence_length,
+            "skipped_steps": state.skipped_steps,
+            "seconds": self.seconds(),
+            "last_record": self.record,
+            "validation_before": self.validations["before"],
+            "validation_after": self.validations["after"],
+            "test": self.evaluate(state.datasets.test, "test") if state.datasets.test else None,
+            "checkpoint": str(folder.final_path(self.run_dir, state.step)),
+        }
+        self.events("finished", step=state.step)
+        recorder.finish(summary)
+        return summary
 
 
 def make_record(state: TrainState, window: Window, learning_rate: float, steps: int) -> dict[str, Any]:
-    """What is logged of the steps since the last record; every rank takes part."""
+    """What is logged of the steps since the last record."""
     config, machine = state.config, capabilities()
-    metrics = read_report(reduce_report(torch.stack(window.reports).sum(0)), config.objective.normalize)
-    seconds = time.perf_counter() - window.started
+    metrics = read_report(window.report, config.objective.normalize)
     # speed counts every position that was computed, supervised or not
     window_samples = state.consumed_samples - window.first_sample
-    tokens_per_second = window_samples * config.data.sequence_length / seconds
+    tokens_per_second = window_samples * config.data.sequence_length / window.seconds
     ranks = torch.distributed.get_world_size()
     metrics.pop("tokens")
     return {
@@ -107,11 +300,11 @@ def make_record(state: TrainState, window: Window, learning_rate: float, steps: 
         "grad_norm": sum(window.grad_norms) / len(window.grad_norms) if window.grad_norms else None,
         "lr": learning_rate,
         "skipped_steps": window.skipped,
-        "step_seconds": seconds / len(window.reports),
+        "step_seconds": window.seconds / window.steps,
         "tokens_per_second": tokens_per_second,
         "tokens_per_second_per_rank": tokens_per_second / ranks,
         "mfu": _mfu(config, machine, tokens_per_second / ranks),
-        "eta_seconds": (state.total_samples - state.consumed_samples) * seconds / window_samples,
+        "eta_seconds": (state.total_samples - state.consumed_samples) * window.seconds / window_samples,
     }
 
 

@@ -14,6 +14,7 @@ from card_megatron.data.loader import Batch
 T_BUCKETS = 10
 SUMS = ("weighted_nll", "nll", "weights", "supervised", "masked")
 """The first slots of a report; the sums of nll and of tokens by noise level follow."""
+EMPTY_REPORT = (0.0,) * (len(SUMS) + 2 * T_BUCKETS)
 
 
 def make_report(batch: Batch, nll_BS: torch.Tensor, mask_id: int) -> torch.Tensor:
@@ -41,7 +42,12 @@ def sum_reports(reports: Sequence[torch.Tensor]) -> torch.Tensor:
     """The reports of many micro-batches as one; zeros on a rank that made none."""
     if reports:
         return torch.stack(list(reports)).sum(0)
-    return torch.zeros(len(SUMS) + 2 * T_BUCKETS, dtype=torch.float64, device=torch.cuda.current_device())
+    return torch.tensor(EMPTY_REPORT, dtype=torch.float64, device=torch.cuda.current_device())
+
+
+def counted_once(report: torch.Tensor) -> torch.Tensor:
+    """A report to be summed over all ranks: tensor-parallel ranks score the same tokens, and only one may count."""
+    return report if parallel_state.get_tensor_model_parallel_rank() == 0 else torch.zeros_like(report)
 
 
 def reduce_report(report: torch.Tensor) -> torch.Tensor:
@@ -57,23 +63,25 @@ def reduce_report(report: torch.Tensor) -> torch.Tensor:
     return report
 
 
-def read_report(report: torch.Tensor, normalize: str = "tokens") -> dict[str, Any]:
-    """Numbers from a reduced report: this is where the device is waited for."""
-    values = report.tolist()
+def read_report(values: Sequence[float], normalize: str = "tokens") -> dict[str, Any]:
+    """Numbers from the values of a reduced report; None where there were no tokens."""
     sums = dict(zip(SUMS, values, strict=False))
     nll_by_t, count_by_t = values[len(SUMS) : len(SUMS) + T_BUCKETS], values[len(SUMS) + T_BUCKETS :]
-    tokens = max(sums["supervised"], 1.0)
-    denominator = tokens if normalize == "tokens" else max(sums["weights"], 1e-30)
-    nll = sums["nll"] / tokens
+    tokens = sums["supervised"]
+    nll = _ratio(sums["nll"], tokens)
     return {
-        "loss": sums["weighted_nll"] / denominator,
+        "loss": _ratio(sums["weighted_nll"], tokens if normalize == "tokens" else sums["weights"]),
         "nll": nll,
-        "perplexity": perplexity(nll),
-        "masked_fraction": sums["masked"] / tokens,
-        "mean_weight": sums["weights"] / tokens,
-        "nll_by_t": [total / count if count else None for total, count in zip(nll_by_t, count_by_t, strict=True)],
-        "tokens": int(sums["supervised"]),
+        "perplexity": None if nll is None else perplexity(nll),
+        "masked_fraction": _ratio(sums["masked"], tokens),
+        "mean_weight": _ratio(sums["weights"], tokens),
+        "nll_by_t": [_ratio(total, count) for total, count in zip(nll_by_t, count_by_t, strict=True)],
+        "tokens": int(tokens),
     }
+
+
+def _ratio(total: float, count: float) -> float | None:
+    return total / count if count else None
 
 
 def perplexity(nll: float) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +27,8 @@ class Sink(Protocol):
 class Recorder:
     """Hands each record to every sink, and shows progress; on ranks other than 0 it does nothing."""
 
-    def __init__(self, config: RunConfig, console: bool = True):
+    def __init__(self, config: RunConfig, console: bool = True, resumed_at: int | None = None):
+        """With `resumed_at`, records of later steps, which the run is going to take again, are dropped."""
         self.active = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         self.sinks: list[Sink] = []
         self.line: ProgressLine | None = None
@@ -34,9 +37,9 @@ class Recorder:
         run_dir = Path(config.run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
-        self.sinks.append(JsonLines(run_dir / "metrics.jsonl"))
+        self.sinks.append(JsonLines(run_dir / "metrics.jsonl", resumed_at))
         if config.logging.tensorboard:
-            self.sinks.append(TensorBoard(run_dir / "tensorboard"))
+            self.sinks.append(TensorBoard(run_dir / "tensorboard", resumed_at))
         if config.logging.wandb_project:
             self.sinks.append(WeightsAndBiases(config))
         if console:
@@ -64,6 +67,17 @@ class Recorder:
         if self.line:
             self.line.show(activity=name)
 
+    def say(self, text: str) -> None:
+        """A line of text for the console."""
+        if self.line:
+            self.line.say(text)
+
+    def sync(self) -> None:
+        """Wait until the disk has every record of metrics.jsonl."""
+        for sink in self.sinks:
+            if isinstance(sink, JsonLines):
+                sink.sync()
+
     def finish(self, summary: dict[str, Any]) -> None:
         """Write RUN_DIR/summary.json and close everything."""
         if not self.active:
@@ -86,14 +100,32 @@ class Recorder:
 class JsonLines:
     """metrics.jsonl: a line a record, on disk when it is written."""
 
-    def __init__(self, path: Path):
-        self.file = path.open("w", encoding="utf-8", buffering=1)
+    def __init__(self, path: Path, resumed_at: int | None):
+        kept = [] if resumed_at is None or not path.exists() else list(_lines_until(path, resumed_at))
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text("".join(kept), encoding="utf-8")
+        unfinished.replace(path)
+        self.file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, record: dict[str, Any]) -> None:
         self.file.write(json.dumps(record) + "\n")
 
+    def sync(self) -> None:
+        """Wait until the disk has every record."""
+        os.fsync(self.file.fileno())
+
     def close(self) -> None:
         self.file.close()
+
+
+def _lines_until(path: Path, step: int) -> Iterator[str]:
+    """The whole lines of a metrics file up to a step; a line that a crash cut short is dropped."""
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if json.loads(line)["step"] <= step and line.endswith("\n"):
+                yield line
+        except (ValueError, KeyError, TypeError):
+            continue
 
 
 def scalars(record: dict[str, Any], prefix: str = "") -> dict[str, float]:
@@ -112,10 +144,10 @@ def scalars(record: dict[str, Any], prefix: str = "") -> dict[str, float]:
 class TensorBoard:
     """An event file for TensorBoard."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, resumed_at: int | None):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(directory))
+        self.writer = SummaryWriter(str(directory), purge_step=None if resumed_at is None else resumed_at + 1)
 
     def write(self, record: dict[str, Any]) -> None:
         for name, value in scalars(record).items():
@@ -136,18 +168,28 @@ class WeightsAndBiases:
             raise ConfigError("logging.wandb_project is set but wandb is not installed: pip install wandb") from error
         import dataclasses
 
+        # a resumed run goes on in the same W&B run: its name is kept beside the metrics
+        known = Path(config.run_dir) / "wandb_id"
         self.run = wandb.init(
             project=config.logging.wandb_project,
             entity=config.logging.wandb_entity,
             dir=config.run_dir,
             config=dataclasses.asdict(config),
+            id=known.read_text().strip() if known.exists() else None,
+            resume="allow",
         )
+        known.write_text(f"{self.run.id}\n")
 
     def write(self, record: dict[str, Any]) -> None:
         self.run.log(scalars(record), step=record["step"])
 
     def close(self) -> None:
         self.run.finish()
+
+
+def _shown(value: float | None, form: str) -> str:
+    """A number, or that every step behind it was skipped."""
+    return "skipped" if value is None else format(value, form)
 
 
 class ProgressLine:
@@ -178,10 +220,10 @@ class ProgressLine:
     def training(self, record: dict[str, Any]) -> None:
         fields = {
             "step": f"{record['step']}/{record['steps']}",
-            "loss": f"{record['loss']:.4f}",
-            "nll": f"{record['nll']:.4f}",
-            "ppl": f"{record['perplexity']:.4g}",
-            "grad": "skipped" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}",
+            "loss": _shown(record["loss"], ".4f"),
+            "nll": _shown(record["nll"], ".4f"),
+            "ppl": _shown(record["perplexity"], ".4g"),
+            "grad": _shown(record["grad_norm"], ".3f"),
             "lr": f"{record['lr']:.2e}",
             "tok/s": f"{record['tokens_per_second']:,.0f}",
             "eta": str(timedelta(seconds=round(record["eta_seconds"]))),

@@ -1,14 +1,17 @@
-"""A whole run: check, build, train, leave."""
+"""A whole run: check, build, resume, train, leave."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from card_megatron.config.load import dump_yaml
 from card_megatron.config.schema import RunConfig
 from card_megatron.platform import Ranks
-from card_megatron.training.preflight import preflight
+from card_megatron.training.preflight import Plan, preflight
+from card_megatron.training.watchdog import Watchdog
 
 
 def train_run(config: RunConfig, ranks: Ranks, console: bool = True) -> dict[str, Any]:
@@ -16,18 +19,44 @@ def train_run(config: RunConfig, ranks: Ranks, console: bool = True) -> dict[str
     plan = preflight(config, ranks)
     from megatron.core import parallel_state
 
-    from card_megatron.training.loop import train
-    from card_megatron.training.records import Recorder
-    from card_megatron.training.state import build_state
-
+    watchdog = Watchdog(config.run_dir, ranks.rank, ranks.world_size, config.guard.hang_minutes)
     try:
-        state = build_state(plan)
-        recorder = Recorder(plan.config, console=console)
-        try:
-            return train(state, recorder)
-        finally:
-            recorder.close()
+        return train_in_group(plan, watchdog, console)
     finally:
+        watchdog.close()
         parallel_state.destroy_model_parallel()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def train_in_group(plan: Plan, watchdog: Watchdog, console: bool = True) -> dict[str, Any]:
+    """The same in a process group that is there already, or is made here, and stays."""
+    from card_megatron.checkpoint.folder import checkpoints_of, remove_leftovers
+    from card_megatron.training.events import Events
+    from card_megatron.training.loop import STOPPED, Loop
+    from card_megatron.training.records import Recorder
+    from card_megatron.training.state import build_state
+
+    state = build_state(plan)
+    run_dir, first = Path(plan.config.run_dir), plan.ranks.rank == 0
+    if first:
+        (run_dir / STOPPED).unlink(missing_ok=True)
+        remove_leftovers(checkpoints_of(run_dir))
+    torch.distributed.barrier()
+
+    def say(text: str) -> None:
+        if first and console:
+            recorder.say(text) if recorder is not None else print(text, flush=True)
+
+    recorder: Recorder | None = None
+    events = Events(run_dir, first, say)
+    loop = Loop(state, events, watchdog)
+    events("started", ranks=plan.ranks.world_size)
+    resumed_at = loop.resume(say)
+    if first:
+        (run_dir / "config.yaml").write_text(dump_yaml(plan.config))
+    recorder = Recorder(plan.config, console=console, resumed_at=resumed_at)
+    try:
+        return loop.run(recorder, resumed=resumed_at is not None)
+    finally:
+        recorder.close()

@@ -24,6 +24,8 @@ from card_megatron.data.loader import MicroBatchSampler, micro_batches, reads_da
 from card_megatron.model import build_model
 from card_megatron.objectives import Objective, build_objective
 from card_megatron.platform import init_process_group
+from card_megatron.training.ema import Ema
+from card_megatron.training.guard import Samples
 from card_megatron.training.preflight import Plan
 
 
@@ -41,10 +43,13 @@ class TrainState:
     forward_backward: Callable
     total_samples: int
     data: list[Any] = field(default_factory=list)
-    """One iterator of micro-batches for each model chunk."""
+    """One iterator of micro-batches for each model chunk; empty until the first step, which makes them."""
     step: int = 0
     consumed_samples: int = 0
     skipped_steps: int = 0
+    ema: Ema | None = None
+    samples: Samples = field(default_factory=lambda: Samples([], []))
+    """What the current step has scored so far."""
     weight_sum: torch.Tensor | None = None
     """Sum of this step's weights, with objective.normalize=weights: what the gradients are divided by."""
 
@@ -84,9 +89,9 @@ def build_state(plan: Plan) -> TrainState:
         scheduler=scheduler,
         forward_backward=get_forward_backward_func(),
         total_samples=total_samples(config),
+        ema=None if config.ema.decay is None else Ema(optimizer, model, config.ema.decay),
     )
     connect(state)
-    state.data = training_data(state)
     return state
 
 

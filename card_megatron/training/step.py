@@ -13,15 +13,18 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.utils import get_attr_wrapped_model
 
 from card_megatron.data.loader import Batch, next_batch
-from card_megatron.training.metrics import make_report
-from card_megatron.training.state import TrainState
+from card_megatron.training.guard import Samples
+from card_megatron.training.metrics import counted_once, make_report, sum_reports
+from card_megatron.training.state import TrainState, training_data
 
 
 @dataclass
 class StepResult:
-    """What a step leaves for the log: reports of this rank's micro-batches (last pipeline stage only)."""
+    """What a step leaves for the log. Scores are those of this rank: empty but in the last pipeline stage."""
 
-    reports: list[torch.Tensor]
+    report: torch.Tensor
+    """The sums of its micro-batches, to be summed over all ranks."""
+    samples: Samples
     grad_norm: float
     learning_rate: float
     skipped: bool
@@ -34,16 +37,22 @@ def train_step(state: TrainState) -> StepResult:
     state.optimizer.zero_grad()
     if state.config.objective.normalize == "weights":
         state.weight_sum = torch.zeros([], device=torch.cuda.current_device())
+    if not state.data:
+        state.data = training_data(state)
+    state.samples = Samples([], [])
     batch_size = state.global_batch_size
     reports = run_schedule(state, state.data, forward_only=False, **state.shape)
     learning_rate = current_learning_rate(state.optimizer)
     updated, grad_norm = guarded_update(state.optimizer)
     if updated:
         state.scheduler.step(increment=batch_size)
+        if state.ema is not None:
+            state.ema.update()
     state.step += 1
     state.consumed_samples += batch_size
     state.skipped_steps += not updated
-    return StepResult(reports, grad_norm, learning_rate, skipped=not updated)
+    report = counted_once(sum_reports(reports))
+    return StepResult(report, state.samples, grad_norm, learning_rate, skipped=not updated)
 
 
 def run_schedule(state: TrainState, data: list[Any], *, forward_only: bool, **shape: int) -> list[torch.Tensor]:
@@ -76,9 +85,12 @@ def loss_function(state: TrainState, batch: Batch, nll_BS: torch.Tensor):
     """(weighted sum, integer count, report): Megatron divides the summed gradients by the summed counts."""
     nll_BS = nll_BS.float()
     weighted = (nll_BS * batch.weights).sum()
+    # 1 for a finite loss, NaN for any other: an infinite loss can have finite gradients, and must not be learned from
+    weighted = weighted * (1.0 + 0.0 * weighted.detach())
     if state.weight_sum is not None:
         state.weight_sum += batch.weights.sum()
     report = make_report(batch, nll_BS.detach(), state.objective.mask_id)
+    state.samples.add(batch, nll_BS.detach())
     return weighted, batch.supervised.sum().to(torch.int), report
 
 

@@ -13,8 +13,8 @@ from card_megatron.data.tokenizers import load_tokenizer, train_sentencepiece
 from card_megatron.platform import Ranks
 from card_megatron.training.run import train_run
 
-STEPS = 150
-"""Of 4,096 tokens each: the whole token budget."""
+STEPS = 600
+"""Of 1,024 tokens each: the whole token budget."""
 
 
 @pytest.mark.timeout(600)

@@ -1,0 +1,87 @@
+"""Which checkpoint a run goes on from: the newest that is whole and fits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from card_megatron.checkpoint import folder
+from card_megatron.checkpoint.agree import on_first_rank, problems_on_all_ranks
+from card_megatron.checkpoint.manifest import Manifest, problems_of, read_manifest
+from card_megatron.config.errors import CheckpointError
+from card_megatron.config.keys import flatten
+
+LEGAL_MODEL_CHANGES = {
+    *("model.init", "model.spec", "model.hidden_dropout", "model.attention_dropout", "model.init_method_std"),
+    *("model.recompute_granularity", "model.recompute_method", "model.recompute_num_layers"),
+}
+"""Fields of the model that a resumed run may change: they change no weight's shape or meaning."""
+SAME_DATA = ("seed", "data.sequence_length", "data.train", "data.split", "data.tokenizer", "data.mock")
+"""Fields that the order of samples follows from: with another value `consumed_samples` would mean other text."""
+
+
+def newest_whole(run_dir: str | Path, *, checksums: bool, say: Callable[[str], None]) -> tuple[Path, Manifest] | None:
+    """The newest checkpoint whose files are as its manifest says; damaged ones are named and set aside.
+
+    Every rank must call this; the files are shared out among them.
+    """
+    names, problems = on_first_rank(lambda: [path.name for path in folder.visible(run_dir)])
+    if problems:
+        raise CheckpointError(f"{folder.checkpoints_of(run_dir)} cannot be listed: {'; '.join(problems)}")
+    for name in names:
+        checkpoint = folder.checkpoints_of(run_dir) / name
+        manifest, problem = None, None
+        try:
+            manifest = read_manifest(checkpoint)
+            mine = list(manifest.files)[dist.get_rank() :: dist.get_world_size()]
+            problem = "; ".join(problems_of(checkpoint, manifest, mine, checksums=checksums)) or None
+        except CheckpointError as error:
+            problem = str(error)
+        found = problems_on_all_ranks(problem)
+        if not found and manifest is not None:
+            return checkpoint, manifest
+        _, kept = on_first_rank(functools.partial(folder.set_aside, checkpoint, folder.DAMAGED))
+        say(f"{checkpoint} is damaged and {'stays' if kept else 'is set aside'}: {'; '.join(found)}")
+    if names:
+        raise CheckpointError(
+            f"none of the {len(names)} checkpoints of {run_dir} is whole; they are kept as *{folder.DAMAGED}-*. "
+            "Restore one from a backup, or choose another run_dir to start anew"
+        )
+    return None
+
+
+def refuse_misfit(config: dict[str, Any], manifest: Manifest, checkpoint: Path) -> None:
+    """Raise with every field that makes the checkpoint another model's or another data order's."""
+    theirs, ours = dict(flatten(manifest.config)), dict(flatten(config))
+    wrong = [
+        f"{key}: checkpoint {theirs.get(key)!r}, run {value!r}"
+        for key, value in ours.items()
+        if theirs.get(key) != value
+        and ((key.startswith("model.") and key not in LEGAL_MODEL_CHANGES) or key in SAME_DATA)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint} does not fit this run:\n  - "
+            + "\n  - ".join(wrong)
+            + "\nset these back, or choose another run_dir to start anew"
+        )
+
+
+def changes(config: dict[str, Any], manifest: Manifest) -> list[str]:
+    """Other fields that differ from the checkpoint's, which are legal and worth a line in the log."""
+    theirs, ours = dict(flatten(manifest.config)), dict(flatten(config))
+    quiet = ("run_dir", "logging.", "checkpoint.", "preset")
+    return [
+        f"{key}: {theirs.get(key)!r} -> {value!r}"
+        for key, value in ours.items()
+        if theirs.get(key) != value and not key.startswith(quiet)
+    ]
+
+
+def same_layout(manifest: Manifest, current: Manifest) -> bool:
+    """True where each rank is the rank that it was: only then do its random states mean anything."""
+    return manifest.layout == current.layout

@@ -1,0 +1,168 @@
+"""Saving: begin, go on training, finish; failures are reported and leave the previous checkpoint as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from card_megatron.checkpoint import files, folder
+from card_megatron.checkpoint.agree import on_first_rank, problems_on_all_ranks
+from card_megatron.checkpoint.contents import Contents, to_save
+from card_megatron.checkpoint.manifest import MANIFEST, Manifest, describe_file
+from card_megatron.checkpoint.optimizer_state import save_without_copies
+from card_megatron.checkpoint.writer import Writing, Written
+from card_megatron.config.errors import CheckpointError
+from card_megatron.config.schema import CheckpointConfig
+
+Event = Callable[..., None]
+"""Told of what happens, as event(name, **facts); only rank 0's telling is kept."""
+
+
+@dataclass
+class Pending:
+    """A save that has begun."""
+
+    unfinished: Path
+    final: Path
+    manifest: Manifest
+    writing: Writing
+    started: float
+
+
+class Saver:
+    """The saves of one run. Every rank calls every method, in the same order."""
+
+    def __init__(self, run_dir: str | Path, config: CheckpointConfig, optimizer: Any, event: Event):
+        self.run_dir, self.config, self.event = Path(run_dir), config, event
+        self.pending: list[Pending] = []
+        self.last_saved: int | None = None
+        """The step of the newest save that has begun or is done."""
+        self.validated = False
+        save_without_copies(optimizer)
+
+    def save(self, contents: Contents, manifest: Manifest, *, wait: bool = False) -> None:
+        """Begin to save; with `wait`, or without async_save, also finish."""
+        while len(self.pending) >= self.config.max_pending:
+            self._finish(self.pending.pop(0))
+        started = time.perf_counter()
+        self.event("save_started", step=manifest.step)
+        final = folder.final_path(self.run_dir, manifest.step)
+        unfinished, problems = on_first_rank(lambda: self._make_folder(manifest.step))
+        if problems:
+            return self._failed(manifest.step, None, problems)
+        # Megatron's check that the shards of all ranks make up whole tensors: the layout does not change afterwards
+        writing = Writing(to_save(contents), unfinished, validate=not self.validated)
+        self.validated = True
+        self.pending.append(Pending(unfinished, final, manifest, writing, started))
+        self.last_saved = manifest.step
+        if wait or not self.config.async_save:
+            self.finish_all()
+
+    def poll(self) -> None:
+        """Finish the oldest save if all ranks' writers are done; call it between steps."""
+        if self.pending:
+            busy = torch.tensor(float(not self.pending[0].writing.done()), device=torch.cuda.current_device())
+            dist.all_reduce(busy)
+            if not busy:
+                self._finish(self.pending.pop(0))
+
+    def finish_all(self) -> None:
+        """Wait for all saves that have begun."""
+        while self.pending:
+            self._finish(self.pending.pop(0))
+
+    def _make_folder(self, step: int) -> Path:
+        unfinished = folder.unfinished_path(self.run_dir, step)
+        unfinished.mkdir(parents=True)
+        return unfinished
+
+    def _finish(self, save: Pending) -> None:
+        written = save.writing.collect()
+        problems = problems_on_all_ranks(written.problem)
+        if not problems:
+            first = dist.get_rank() == 0
+            everyone: list[Any] | None = [None] * dist.get_world_size() if first else None
+            dist.gather_object(written, everyone, dst=0)
+            _, problems = on_first_rank(lambda: self._publish(save, everyone or []))
+        if problems:
+            return self._failed(save.manifest.step, save.unfinished, problems)
+        self.event(
+            "save_finished",
+            step=save.manifest.step,
+            seconds=round(time.perf_counter() - save.started, 3),
+            bytes=save.manifest.total_bytes,
+        )
+
+    def _publish(self, save: Pending, everyone: list[Written]) -> None:
+        """Rank 0: metadata and manifest, the rename, retention."""
+        save.writing.writer.finish(save.writing.metadata, [written.results for written in everyone])
+        manifest = save.manifest
+        for written in everyone:
+            manifest.files |= written.files
+        manifest.files[".metadata"] = describe_file(save.unfinished / ".metadata")
+        manifest.created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        manifest.seconds = round(time.perf_counter() - save.started, 3)
+        files.write(save.unfinished / MANIFEST, manifest.dump())
+        folder.publish(save.unfinished, save.final)
+        folder.discard(folder.to_discard(folder.visible(self.run_dir), self.config.keep_last, self.config.keep_every))
+
+    def _failed(self, step: int, unfinished: Path | None, problems: list[str]) -> None:
+        if unfinished is not None:
+            on_first_rank(lambda: files.remove_tree(unfinished))
+        if self.last_saved == step:
+            self.last_saved = None
+        kept, _ = on_first_rank(lambda: [path.name for path in folder.visible(self.run_dir)][:1])
+        newest = f"the newest checkpoint is still {kept[0]}" if kept else "there is no checkpoint yet"
+        self.event("save_failed", step=step, problems=problems, newest=kept[0] if kept else None)
+        if self.config.on_save_error == "stop":
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written: {'; '.join(problems)}; {newest}. "
+                "checkpoint.on_save_error=continue would go on training"
+            )
+
+
+def describe_run(config: Any, *, step: int, consumed_samples: int, parameters: int, ema: bool) -> Manifest:
+    """The manifest of a checkpoint that is about to be saved."""
+    parallel = config.parallel
+    return Manifest(
+        step=step,
+        consumed_samples=consumed_samples,
+        parameters=parameters,
+        layout={
+            "world_size": dist.get_world_size(),
+            "tensor": parallel.tensor_model_parallel_size,
+            "pipeline": parallel.pipeline_model_parallel_size,
+            "virtual_pipeline": parallel.virtual_pipeline_model_parallel_size or 1,
+            "context": parallel.context_parallel_size,
+            "expert": parallel.expert_model_parallel_size,
+        },
+        config=dataclasses.asdict(config),
+        versions=versions(),
+        ema=ema,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Of everything that shapes the numbers."""
+    import platform
+
+    import megatron.core
+    import numpy
+
+    from card_megatron.version import __version__
+
+    return {
+        "card_megatron": __version__,
+        "megatron-core": megatron.core.__version__,
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+    }
