@@ -14,7 +14,7 @@ from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.utils import unwrap_model
 
-from card_megatron.checkpoint.optimizer_state import METADATA
+from card_megatron.checkpoint.optimizer_state import layout_metadata
 from card_megatron.config.errors import CheckpointError
 
 
@@ -41,7 +41,7 @@ class Contents:
 
 def weights_of(model: list[Any]) -> dict[str, Any]:
     """Megatron's sharded state dict: each weight knows its global name, shape and place."""
-    return {name: chunk.sharded_state_dict(metadata=METADATA) for name, chunk in _named_chunks(model).items()}
+    return {name: chunk.sharded_state_dict(metadata=layout_metadata()) for name, chunk in _named_chunks(model).items()}
 
 
 def to_save(contents: Contents) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def to_save(contents: Contents) -> dict[str, Any]:
     weights = weights_of(contents.model)
     state = {
         **weights,
-        "optimizer": contents.optimizer.sharded_state_dict(weights, is_loading=False, metadata=METADATA),
+        "optimizer": contents.optimizer.sharded_state_dict(weights, is_loading=False, metadata=layout_metadata()),
         "scheduler": contents.scheduler.state_dict(),
         "progress": contents.progress,
         "random": _random_slot(random_states()),
@@ -75,7 +75,7 @@ def load(contents: Contents, checkpoint: Path, *, same_layout: bool, has_ema: bo
     ours = [dict(group) for group in contents.optimizer.param_groups]
     wanted = {
         **weights,
-        "optimizer": contents.optimizer.sharded_state_dict(weights, is_loading=True, metadata=METADATA),
+        "optimizer": contents.optimizer.sharded_state_dict(weights, is_loading=True, metadata=layout_metadata()),
     }
     if contents.ema is not None and has_ema:
         wanted["ema"] = contents.ema.to_load(weights)

@@ -76,7 +76,7 @@ def problems_of(
     names: Iterable[str] | None = None,
     *,
     checksums: bool = True,
-    seen: Callable[[str], None] = lambda name: None,
+    seen: Callable[[str], object] = lambda name: None,
 ) -> list[str]:
     """What is wrong with the files of a checkpoint, each named; `seen` is told of every file that was looked at."""
     problems = []

@@ -18,12 +18,15 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-"""How every checkpoint of ours lays out the optimizer, in Megatron's words."""
 STATE_KEYS = ("param", "exp_avg", "exp_avg_sq")
 
 Piece = tuple[int, int]
 """Start and end of a rank's shard in a flattened parameter."""
+
+
+def layout_metadata() -> dict[str, Any]:
+    """How every checkpoint of ours is laid out, in Megatron's words; new each time: Megatron adds groups to it."""
+    return {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 class ShardMap:

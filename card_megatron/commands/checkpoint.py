@@ -73,7 +73,7 @@ def verify_checkpoints(path: Path) -> None:
     checkpoint = resolve(path)
     manifest = read_manifest(checkpoint)
     with tqdm(total=len(manifest.files), desc="verifying", unit=" files", disable=None) as progress:
-        problems = problems_of(checkpoint, manifest, seen=lambda name: progress.update() and None)
+        problems = problems_of(checkpoint, manifest, seen=lambda name: progress.update())
     if problems:
         sys.exit(f"{checkpoint} is damaged:\n  - " + "\n  - ".join(problems))
     print(f"{checkpoint}: {len(manifest.files)} files, {megabytes(manifest.total_bytes)}, all as the manifest says")

@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> None:
         lines.append(f"tokenizer: {config.data.tokenizer} is not here; its size and its [MASK] were not checked")
         check_without_tokenizer(config, world_size)
     else:
-        config = preflight(config, Ranks(world_size=world_size)).config
+        config = preflight(config, Ranks(world_size=world_size), with_data=False).config
     print(dump_yaml(config), end="")
     print("\n".join(f"# {line}" for line in [*describe(config, world_size), *lines]))
 

@@ -21,6 +21,7 @@ def check(config: RunConfig, *, world_size: int, cuda: bool, transformer_engine:
         *_objective(config),
         *_data(config),
         *_optimizer(config),
+        *_reliability(config),
     ]
     # the rules below divide by sizes: they are only asked once the sizes make sense
     if not problems:
@@ -112,6 +113,21 @@ def _sizes(config: RunConfig) -> Iterator[str]:
             f"data.sequence_length={config.data.sequence_length} is longer than "
             f"model.max_position_embeddings={model.max_position_embeddings}; raise the latter"
         )
+
+
+def _reliability(config: RunConfig) -> Iterator[str]:
+    yield from _positive(config, "checkpoint", "interval", "max_pending", "keep_last", "keep_every")
+    yield from _positive(config, "guard", "max_bad_steps", "spike_window")
+    if config.checkpoint.interval_minutes is not None:
+        yield from _above_zero(config, "checkpoint", "interval_minutes")
+    for name in ("spike_sigma", "hang_minutes"):
+        value = getattr(config.guard, name)
+        if not 0 <= value < math.inf:
+            yield f"guard.{name}={value} must be 0 (never) or a positive number"
+    if config.ema.decay is not None and not 0 <= config.ema.decay < 1:
+        yield f"ema.decay={config.ema.decay} must lie in [0, 1), e.g. 0.9999; null keeps no average"
+    if config.ema.validate and config.ema.decay is None:
+        yield "ema.validate=true has no average to validate with; set ema.decay, e.g. 0.9999"
 
 
 def _objective(config: RunConfig) -> Iterator[str]:

@@ -177,10 +177,6 @@ def _dataset_config(config: RunConfig, tokenizer: Tokenizer, entries: list[str],
 def _blend(entries: list[str], weighted: bool) -> tuple[list[str], list[float] | None]:
     """(prefixes, weights) as Megatron takes them; no weights for one source, or to take each source once."""
     prefixes = [entry.split()[-1] for entry in entries]
-    for prefix in prefixes:
-        for suffix in (".bin", ".idx"):
-            if not Path(prefix + suffix).is_file():
-                raise ConfigError(f"{prefix}{suffix}: no such file; `card data build --output {prefix}` writes it")
     if len(prefixes) == 1 or not weighted:
         return prefixes, None
     if len(entries[0].split()) == 2:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from card_megatron.config.errors import ConfigError
+from card_megatron.config.schema import DataConfig
 from card_megatron.data.tokenizers import Tokenizer
 
 
@@ -81,6 +82,15 @@ def build_indexed(documents: Iterable[str], tokenizer: Tokenizer, prefix: str | 
     for suffix in (".bin", ".idx"):
         Path(f"{unfinished}{suffix}").replace(f"{prefix}{suffix}")
     return built
+
+
+def refuse_missing(data: DataConfig) -> None:
+    """Raise for the first file of a run's data that is not there, with the command that writes it."""
+    for entries in (data.train, *data.validation.values(), *data.test.values()):
+        for prefix in (entry.split()[-1] for entry in entries):
+            for suffix in (".bin", ".idx"):
+                if not Path(prefix + suffix).is_file():
+                    raise ConfigError(f"{prefix}{suffix}: no such file; `card data build --output {prefix}` writes it")
 
 
 def count_tokens(prefix: str) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 from card_megatron.config.checks import check
 from card_megatron.config.errors import ConfigError
 from card_megatron.config.schema import RunConfig
+from card_megatron.data.preprocess import refuse_missing
 from card_megatron.data.tokenizers import MockTokenizer, Tokenizer, load_tokenizer
 from card_megatron.platform import Ranks, capabilities, install
 
@@ -22,8 +23,8 @@ class Plan:
     transformer_config: Any
 
 
-def preflight(config: RunConfig, ranks: Ranks) -> Plan:
-    """Check a run against this machine and this many ranks; raises ConfigError with every broken rule."""
+def preflight(config: RunConfig, ranks: Ranks, *, with_data: bool = True) -> Plan:
+    """Check a run against this machine, this many ranks and its files; raises ConfigError with every broken rule."""
     machine = capabilities()  # looked at before install(), which answers for CUDA
     install()
     from card_megatron.model.transformer_config import build_transformer_config
@@ -36,6 +37,8 @@ def preflight(config: RunConfig, ranks: Ranks) -> Plan:
         transformer_engine=machine.transformer_engine is not None,
     )
     assert tokenizer is not None, "check() demands a tokenizer or mock data"
+    if with_data:
+        refuse_missing(config.data)
     return Plan(config, ranks, tokenizer, build_transformer_config(config))
 
 

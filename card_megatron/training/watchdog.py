@@ -76,8 +76,8 @@ class Watchdog:
             f"rank {self.rank} made no progress for {self.seconds:.0f} s at step {self.step} ({self.doing}); "
             f"{self._who_is_behind()}\nguard.hang_minutes sets the limit. Stacks of this rank:\n"
         )
-        for file in (self.stacks, sys.__stderr__):
-            with contextlib.suppress(OSError, AttributeError):
+        for file in filter(None, (self.stacks, sys.__stderr__)):
+            with contextlib.suppress(OSError):
                 file.write(text)
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)

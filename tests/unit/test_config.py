@@ -100,6 +100,12 @@ REFUSALS = [
     ("model.recompute_method=block", 1, r"recompute_method=block .* do nothing without .*granularity=full; set it"),
     ("data.sequence_length=4096", 1, r"sequence_length=4096 is longer than .*embeddings=2048; raise the latter"),
     # objective
+    ("checkpoint.keep_last=0", 1, r"checkpoint\.keep_last=0 must be at least 1"),
+    ("guard.max_bad_steps=0", 1, r"guard\.max_bad_steps=0 must be at least 1"),
+    ("checkpoint.interval_minutes=0", 1, r"checkpoint\.interval_minutes=0\.0 must be positive and finite"),
+    ("guard.hang_minutes=-1", 1, r"guard\.hang_minutes=-1\.0 must be 0 \(never\) or a positive number"),
+    ("ema.decay=1", 1, r"ema\.decay=1\.0 must lie in \[0, 1\), e\.g\. 0\.9999; null keeps no average"),
+    ("ema.validate=true", 1, r"ema\.validate=true has no average to validate with; set ema\.decay"),
     ("objective.tail_factor=0.5", 1, r"tail_factor=0\.5 must be at least 1 \(the strict tail\); inf is random"),
     ("objective.tail_factor=.nan", 1, r"tail_factor=nan must be at least 1"),
     ("objective.decay=2", 1, r"objective\.decay=2\.0 \(the paper's p\) must lie in \[0, 1\]"),

@@ -10,7 +10,7 @@ from card_megatron.config import ConfigError
 from card_megatron.data.datasets import EpochChain, ObjectiveDataset, build_clean_datasets
 from card_megatron.data.loader import MicroBatchSampler
 from card_megatron.data.ngrams import all_tokens, bigram_nll, unigram_nll
-from card_megatron.data.preprocess import build_indexed, read_documents, write_documents
+from card_megatron.data.preprocess import build_indexed, read_documents, refuse_missing, write_documents
 from card_megatron.data.tokenizers import load_tokenizer, train_sentencepiece
 from card_megatron.objectives import Arm, build_objective
 from tests.curves import tiny_config
@@ -184,7 +184,7 @@ def test_mock_data_needs_no_files_and_never_holds_mask(tmp_path):
 
 def test_missing_files_and_too_little_text_are_named(corpus, tmp_path, tokenizer):
     with pytest.raises(ConfigError, match=r"nowhere\.bin: no such file.*card data build"):
-        clean_datasets(corpus, tmp_path, tokenizer, "--data.train=[nowhere]")
+        refuse_missing(tiny_config(corpus, tmp_path, "--data.train=[nowhere]").data)
     build_indexed(["short"], tokenizer, tmp_path / "short")
     with pytest.raises(ConfigError, match=r"shorter than one sample of data\.sequence_length=32"):
         clean_datasets(corpus, tmp_path, tokenizer, f"--data.train=[{tmp_path}/short]")
