@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help env demo test lint format docs bench clean
+.PHONY: help env demo test soak lint format docs bench clean
 
 help:
 	@echo "make demo    text -> tokenizer -> tokens -> a trained CARD model, on this CPU"
 	@echo "make test    the whole test suite"
+	@echo "make soak    20 kills of real runs at random moments, each restarted: nothing may be lost"
 	@echo "make env     only create $(VENV) with everything a CPU user needs"
 	@echo "make lint    ruff, ruff format --check, mypy"
 	@echo "make bench   the benchmarks, each against its bar"
@@ -28,6 +29,10 @@ demo: env
 
 test: env
 	$(BIN)/python -m pytest
+
+soak: env
+	rm -rf build/soak
+	$(BIN)/python -m tests.faults --kills 20 --seed 0 --folder build/soak
 
 lint: env
 	$(BIN)/ruff check .

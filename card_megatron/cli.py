@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
-from card_megatron.config.errors import CardError
+from card_megatron.config.errors import CardError, RunStopped
 from card_megatron.version import __version__
 
 COMMANDS = {
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             signals.install()
         try:
             importlib.import_module(COMMANDS[command][0]).run(rest)
+        except RunStopped as error:  # all ranks know: one says it
+            sys.exit(f"card {command}: {error}" if os.environ.get("RANK", "0") == "0" else 1)
         except CardError as error:
             sys.exit(f"card {command}: {error}")
         except KeyboardInterrupt:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
 
 from card_megatron.checkpoint.optimizer_state import layout_metadata
 from card_megatron.config.errors import CheckpointError
@@ -47,7 +48,8 @@ def weights_of(model: list[Any]) -> dict[str, Any]:
 def to_save(contents: Contents) -> dict[str, Any]:
     """Everything, as references to what training works on. Every rank must call this."""
     for chunk in contents.model:
-        chunk.start_param_sync(force_sync=True)  # an overlapped gather of updated weights may still be to come
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)  # the gather of updated weights is still to come
     weights = weights_of(contents.model)
     state = {
         **weights,
@@ -99,6 +101,9 @@ def _load(wanted: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     try:
         # a rank asks only for the averages that it has a part of: Megatron's check wants rank 0 to ask for everything
         return dist_checkpointing.load(wanted, str(checkpoint), validate_access_integrity=False)
+    except CheckpointException as error:  # torch's, of all ranks; no Exception
+        failures = [f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items()]
+        raise CheckpointError(f"{checkpoint} does not load: {'; '.join(failures)}") from error
     except Exception as error:
         raise CheckpointError(f"{checkpoint} does not load: {type(error).__name__}: {error}") from error
 

@@ -7,8 +7,14 @@ import shutil
 from pathlib import Path
 
 
-def step(operation: str, path: Path) -> None:
+def step(operation: str, path: Path, source: Path | None = None) -> None:
     """Called before each operation on disk; tests replace it to stop the world at that point."""
+
+
+def make_directory(path: Path) -> None:
+    """A new directory, and those above it; one that is there already is an error."""
+    step("make", path)
+    path.mkdir(parents=True)
 
 
 def write(path: Path, data: bytes) -> None:
@@ -21,8 +27,8 @@ def write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def sync_directory(path: Path) -> None:
-    """Wait until the names in a directory are on disk."""
+def sync(path: Path) -> None:
+    """Wait until a file's contents, or the names in a directory, are on disk."""
     step("fsync", path)
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -33,8 +39,14 @@ def sync_directory(path: Path) -> None:
 
 def rename(source: Path, target: Path) -> None:
     """Give a file or directory another name, at once and whole."""
-    step("rename", target)
+    step("rename", target, source)
     source.rename(target)
+
+
+def remove(path: Path) -> None:
+    """Delete a file."""
+    step("remove", path)
+    path.unlink(missing_ok=True)
 
 
 def remove_tree(path: Path) -> None:

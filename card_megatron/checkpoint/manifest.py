@@ -35,13 +35,20 @@ class Manifest:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name -> {"bytes", "crc32"} of every other file of the folder."""
     format: int = FORMAT
+    crc32: str = ""
+    """Of all the fields above: the manifest vouches for the other files, and this for the manifest."""
 
     @property
     def total_bytes(self) -> int:
         return sum(entry["bytes"] for entry in self.files.values())
 
+    def checksum(self) -> str:
+        fields = asdict(self)
+        del fields["crc32"]
+        return f"{zlib.crc32(json.dumps(fields).encode()):08x}"
+
     def dump(self) -> bytes:
-        return (json.dumps(asdict(self), indent=1) + "\n").encode()
+        return (json.dumps(asdict(self) | {"crc32": self.checksum()}, indent=1) + "\n").encode()
 
 
 def describe_file(path: Path) -> dict[str, Any]:
@@ -59,15 +66,16 @@ def read_manifest(checkpoint: Path) -> Manifest:
     path = checkpoint / MANIFEST
     try:
         fields = json.loads(path.read_text())
+        if fields["format"] != FORMAT:
+            raise CheckpointError(f"{path} has format {fields['format']}; this version reads format {FORMAT}")
         manifest = Manifest(**fields)
-        manifest.total_bytes  # noqa: B018  (its entries are as they should be)
+        if manifest.checksum() != manifest.crc32:
+            raise ValueError("its checksum does not fit what it says")
+        return manifest
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; {checkpoint} is no complete checkpoint") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); the checkpoint is damaged") from error
-    if manifest.format != FORMAT:
-        raise CheckpointError(f"{path} has format {manifest.format}; this version reads format {FORMAT}")
-    return manifest
 
 
 def problems_of(

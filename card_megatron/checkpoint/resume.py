@@ -43,6 +43,7 @@ def newest_whole(run_dir: str | Path, *, checksums: bool, say: Callable[[str], N
             problem = str(error)
         found = problems_on_all_ranks(problem)
         if not found and manifest is not None:
+            on_first_rank(functools.partial(_correct_latest, checkpoint))
             return checkpoint, manifest
         _, kept = on_first_rank(functools.partial(folder.set_aside, checkpoint, folder.DAMAGED))
         say(f"{checkpoint} is damaged and {'stays' if kept else 'is set aside'}: {'; '.join(found)}")
@@ -52,6 +53,12 @@ def newest_whole(run_dir: str | Path, *, checksums: bool, say: Callable[[str], N
             "Restore one from a backup, or choose another run_dir to start anew"
         )
     return None
+
+
+def _correct_latest(checkpoint: Path) -> None:
+    """A crash, or a damaged checkpoint that was set aside, can leave `latest` behind or without a name."""
+    if folder.latest(checkpoint.parent) != checkpoint.name:
+        folder.point_latest(checkpoint)
 
 
 def refuse_misfit(config: dict[str, Any], manifest: Manifest, checkpoint: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,6 +48,10 @@ class Saver:
         """The step of the newest save that has begun or is done."""
         self.validated = False
         save_without_copies(optimizer)
+        # Megatron collects garbage at every save: what is there before the first step need not be looked at each time
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
 
     def save(self, contents: Contents, manifest: Manifest, *, wait: bool = False) -> None:
         """Begin to save; with `wait`, or without async_save, also finish."""
@@ -55,7 +60,7 @@ class Saver:
         started = time.perf_counter()
         self.event("save_started", step=manifest.step)
         final = folder.final_path(self.run_dir, manifest.step)
-        unfinished, problems = on_first_rank(lambda: self._make_folder(manifest.step))
+        unfinished, problems = on_first_rank(lambda: folder.make_unfinished(self.run_dir, manifest.step))
         if problems:
             return self._failed(manifest.step, None, problems)
         # Megatron's check that the shards of all ranks make up whole tensors: the layout does not change afterwards
@@ -78,11 +83,6 @@ class Saver:
         """Wait for all saves that have begun."""
         while self.pending:
             self._finish(self.pending.pop(0))
-
-    def _make_folder(self, step: int) -> Path:
-        unfinished = folder.unfinished_path(self.run_dir, step)
-        unfinished.mkdir(parents=True)
-        return unfinished
 
     def _finish(self, save: Pending) -> None:
         written = save.writing.collect()
@@ -107,12 +107,15 @@ class Saver:
         manifest = save.manifest
         for written in everyone:
             manifest.files |= written.files
-        manifest.files[".metadata"] = describe_file(save.unfinished / ".metadata")
+        metadata = save.unfinished / ".metadata"
+        files.sync(metadata)  # torch's own sync can come before the last of its buffer is written
+        manifest.files[metadata.name] = describe_file(metadata)
         manifest.created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         manifest.seconds = round(time.perf_counter() - save.started, 3)
         files.write(save.unfinished / MANIFEST, manifest.dump())
         folder.publish(save.unfinished, save.final)
-        folder.discard(folder.to_discard(folder.visible(self.run_dir), self.config.keep_last, self.config.keep_every))
+        old = folder.to_discard(folder.visible(self.run_dir), self.config.keep_last, self.config.keep_every)
+        folder.discard(old, background=True)
 
     def _failed(self, step: int, unfinished: Path | None, problems: list[str]) -> None:
         if unfinished is not None:

@@ -8,14 +8,18 @@ and answers through a pipe: a child that dies closes it, and that is an answer t
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import multiprocessing
 import os
 import signal
+import weakref
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +74,12 @@ class ChecksumStream(io.RawIOBase):
         self.file, self.size, self.checksum = file, 0, 0
 
     def write(self, data: Any) -> int:
-        self.file.write(data)
-        view = memoryview(data)
+        view = memoryview(data).cast("B")
         self.size += view.nbytes
         self.checksum = zlib.crc32(view, self.checksum)
+        rest = view
+        while rest:  # a raw write may take less than it was given
+            rest = rest[self.file.write(rest) :]
         return view.nbytes
 
     def tell(self) -> int:
@@ -107,40 +113,23 @@ class Writing:
         (_, self.metadata, self.ranks), *_ = save_state_dict_async_plan(
             mcore_to_pyt_state_dict(sharded, False), self.writer, None, 0, planner=planner
         )
-        plain = plain_files(common) if self.ranks.is_coordinator else {}
-        self.children = self._start(folder, plain)
-
-    def _start(self, folder: Path, plain: dict[str, bytes]) -> dict[Connection, Any]:
-        fork = multiprocessing.get_context("fork")
-        loads = [{name: items} for name, items in self.writer.files.items()] or ([{}] if plain else [])
-        children = {}
-        for number, load in enumerate(loads):
-            receiver, sender = fork.Pipe(duplex=False)
-            work = (folder, load, plain if number == 0 else {}, self.writer.transforms, sender)
-            child = fork.Process(target=write_and_report, args=work, daemon=True)
-            child.start()
-            sender.close()  # the child's copy is the only one left, so that its death closes the pipe
-            children[receiver] = child
-        return children
+        loads: list[dict[str, Any]] = [{name: items} for name, items in self.writer.files.items()]
+        if self.ranks.is_coordinator:
+            loads = [plain_files(common) | (loads[0] if loads else {}), *loads[1:]]
+        self.child, self.problem = None, None
+        if loads:
+            try:
+                self.receiver, self.child = _start(folder, loads, self.writer.transforms)
+            except OSError as error:  # no process or memory left; the other ranks' writers have begun
+                self.problem = f"no writer process: {error.strerror}"
 
     def done(self) -> bool:
-        """True once every writer of this rank has answered or died."""
-        return all(receiver.poll() for receiver in self.children)
+        """True once this rank's writers have answered or died."""
+        return self.child is None or self.receiver.poll()
 
     def collect(self) -> Written:
         """Wait for this rank's writers and put their answers together."""
-        together = Written()
-        for receiver, child in self.children.items():
-            try:
-                answer: Written = receiver.recv()
-                child.join()
-            except EOFError:
-                child.join()
-                answer = Written(problem=f"a writer process died (exit code {child.exitcode})")
-            together.results += answer.results
-            together.files |= answer.files
-            together.problem = together.problem or answer.problem
-        return together
+        return Written(problem=self.problem) if self.child is None else _answer(self.receiver, self.child)
 
 
 def plain_files(common: dict[str, Any]) -> dict[str, bytes]:
@@ -153,32 +142,87 @@ def plain_files(common: dict[str, Any]) -> dict[str, bytes]:
     }
 
 
-def write_and_report(folder: Path, shards: dict[str, Any], plain: dict[str, bytes], transforms, sender) -> None:
-    """A writer process: everything to disk, then one answer."""
+def _start(
+    folder: Path, loads: list[dict[str, Any]], transforms: Any, inherited: Sequence[Connection] = ()
+) -> tuple[Connection, Any]:
+    """Fork a writer, which forks the next one: training waits for one fork, however many writers there are."""
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    # a process that ends joins its children: one that waits for its answer to be read must see that nobody will
+    Finalize(receiver, _close, args=(weakref.ref(receiver),), exitpriority=1)
+    # the child is the only one to have the sender, and the parent the receiver, so that a death closes the pipe
+    not_its_own = (receiver, *inherited)
+    child = fork.Process(target=_write_and_report, args=(folder, loads, transforms, sender, not_its_own))
+    child.start()
+    sender.close()
+    return receiver, child
+
+
+def _close(reference: weakref.ref[Connection]) -> None:
+    connection = reference()
+    if connection is not None:
+        connection.close()
+
+
+def _answer(receiver: Connection, child: Any) -> Written:
+    """Wait for a writer's word, or for its death."""
+    try:
+        return receiver.recv()
+    except (EOFError, OSError):  # before its answer, or in the middle of it
+        return Written(problem="a writer process died")
+    finally:
+        receiver.close()
+        child.join()
+
+
+def _write_and_report(
+    folder: Path, loads: list[dict[str, Any]], transforms: Any, sender: Connection, not_its_own: Sequence[Connection]
+) -> None:
+    """A writer process: the first load to disk, the others by further writers, then one answer for all of them."""
+    for connection in not_its_own:
+        connection.close()
     # whoever ends the run tells the parent; a save that has begun is the parent's to give up
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     torch.serialization.set_crc32_options(False)  # the whole file has a checksum already
-    written = Written()
+    others = _start(folder, loads[1:], transforms, [sender]) if len(loads) > 1 else None
     try:
-        for name, items in shards.items():
-            with (folder / name).open("wb", buffering=0) as file:
-                stream = ChecksumStream(file)
-                for item, data in items:
+        written = _write(folder, loads[0], transforms)
+    except Exception as error:  # the parent must hear of anything
+        written = Written(problem=_in_words(error, folder))
+    if others is not None:
+        more = _answer(*others)
+        written.results += more.results
+        written.files |= more.files
+        written.problem = written.problem or more.problem
+    with contextlib.suppress(BrokenPipeError):  # the run has ended
+        sender.send(written)
+    sender.close()
+
+
+def _in_words(error: BaseException, folder: Path) -> str:
+    """What went wrong; where the system said it, as the system says it: torch then fails over its own half-file."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    if cause is None:
+        return f"{type(error).__name__}: {error}"
+    return f"{cause.strerror or cause}: {cause.filename or folder}"
+
+
+def _write(folder: Path, files: dict[str, Any], transforms: Any) -> Written:
+    """Files of shards (items of Megatron's plan) and plain ones (bytes), each on disk when this returns."""
+    written = Written()
+    for name, content in files.items():
+        with (folder / name).open("wb", buffering=0) as file:
+            stream = ChecksumStream(file)
+            if isinstance(content, bytes):
+                stream.write(content)
+            else:
+                for item, data in content:
                     written.results.append(
                         _write_item(transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE)
                     )
-                os.fsync(file.fileno())
-            written.files[name] = stream.description()
-        for name, data in plain.items():
-            with (folder / name).open("wb", buffering=0) as file:
-                stream = ChecksumStream(file)
-                stream.write(data)
-                os.fsync(file.fileno())
-            written.files[name] = stream.description()
-    except OSError as error:
-        written = Written(problem=f"{error.strerror or error}: {error.filename or folder}")
-    except Exception as error:  # the parent must hear of anything
-        written = Written(problem=f"{type(error).__name__}: {error}")
-    sender.send(written)
-    sender.close()
+            os.fsync(file.fileno())
+        written.files[name] = stream.description()
+    return written

@@ -33,8 +33,7 @@ def list_checkpoints(run_dir: Path) -> None:
     found = folder.visible(run_dir)
     if not found:
         raise CheckpointError(f"{run_dir} has no checkpoints; `card train` writes them to RUN_DIR/checkpoints")
-    pointer = folder.checkpoints_of(run_dir) / folder.LATEST
-    latest = pointer.read_text().strip() if pointer.is_file() else None
+    latest = folder.latest(folder.checkpoints_of(run_dir))
     print(f"{'checkpoint':<14}{'samples':>14}{'size':>12}  {'saved':<26}layout")
     for checkpoint in found:
         try:

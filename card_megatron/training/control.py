@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ class Control:
         """A save has begun: start the clock again and answer the request."""
         self.last_save = time.monotonic()
         if self.first:
-            self.request.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a file system that became read-only says so for a missing file too
+                self.request.unlink(missing_ok=True)
 
     def _requested(self) -> bool:
         now = time.monotonic()

@@ -35,10 +35,14 @@ class Samples:
             mine = {index: nll for index, nll in rows if index >= 0}
         everyone: list[dict[int, float]] = [{} for _ in range(torch.distributed.get_world_size())]
         torch.distributed.all_gather_object(everyone, mine)
-        together = {index: nll for part in everyone for index, nll in part.items()}
-        ordered = sorted(together.items(), key=lambda row: -row[1] if math.isfinite(row[1]) else -math.inf)
-        named = ordered[:NAMED_SAMPLES]
+        # best to worst: of the parts of a sample that several ranks scored, the worst is the one that stays
+        scored = sorted((row for part in everyone for row in part.items()), key=lambda row: _badness(row[1]))
+        named = sorted(dict(scored).items(), key=lambda row: -_badness(row[1]))[:NAMED_SAMPLES]
         return [{"index": index, "nll": round(nll, 4) if math.isfinite(nll) else str(nll)} for index, nll in named]
+
+
+def _badness(nll: float) -> float:
+    return nll if math.isfinite(nll) else math.inf
 
 
 class Guard:
@@ -50,19 +54,18 @@ class Guard:
         self.seen, self.mean, self.variance = 0, 0.0, 0.0
 
     def is_spike(self, loss: float) -> bool:
-        """True where a loss stands out from the recent ones. A spike is not learned from."""
+        """True where a loss stands out from the recent ones."""
         if not math.isfinite(loss):
             return False  # skipped and counted elsewhere
-        settled = self.seen >= self.config.spike_window
-        deviation = math.sqrt(self.variance)
-        if self.config.spike_sigma and settled and loss > self.mean + self.config.spike_sigma * deviation:
-            return True
+        limit = self.mean + self.config.spike_sigma * math.sqrt(self.variance)
+        spike = bool(self.config.spike_sigma) and self.seen >= self.config.spike_window and loss > limit
         self.seen += 1
         weight = max(1.0 / self.seen, 1.0 / self.config.spike_window)
-        difference = loss - self.mean
+        # a spike counts as the limit: one moves the mean by little, a loss that stays up is soon the new normal
+        difference = (limit if spike else loss) - self.mean
         self.mean += weight * difference
         self.variance = (1.0 - weight) * (self.variance + weight * difference * difference)
-        return False
+        return spike
 
     def too_many_bad(self, skipped: bool) -> bool:
         """Count a step; True when the run has skipped too many in a row."""

@@ -7,11 +7,8 @@ import json
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from card_megatron.checkpoint import contents as checkpoint_contents
 from card_megatron.checkpoint import folder
@@ -19,40 +16,19 @@ from card_megatron.checkpoint.agree import on_first_rank
 from card_megatron.checkpoint.contents import Contents
 from card_megatron.checkpoint.resume import changes, newest_whole, refuse_misfit, same_layout
 from card_megatron.checkpoint.saver import Saver, describe_run
-from card_megatron.config.derived import flops_per_token, parameter_count, total_steps
+from card_megatron.config.derived import parameter_count, total_steps
 from card_megatron.config.errors import RunStopped
-from card_megatron.platform import capabilities
 from card_megatron.training.control import Control, Verdict
 from card_megatron.training.evaluate import evaluate
 from card_megatron.training.guard import Guard
-from card_megatron.training.metrics import EMPTY_REPORT, read_report
 from card_megatron.training.records import Recorder
 from card_megatron.training.state import TrainState
 from card_megatron.training.step import StepResult, train_step
 from card_megatron.training.watchdog import Watchdog
+from card_megatron.training.window import Window, make_record
 
 STOPPED = "stopped.json"
 """In the run directory: why and where a run was asked to end. A resumed run removes it."""
-
-
-@dataclass
-class Window:
-    """The steps since the last record, in sums over all ranks: a save keeps it, so that no step's record is lost."""
-
-    first_sample: int
-    report: list[float] = field(default_factory=lambda: list(EMPTY_REPORT))
-    steps: int = 0
-    skipped: int = 0
-    grad_norms: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-
-    def add(self, report: list[float], result: StepResult, seconds: float) -> None:
-        self.steps += 1
-        self.seconds += seconds
-        self.skipped += result.skipped
-        if not result.skipped:  # what was not learned from is not averaged either
-            self.grad_norms.append(result.grad_norm)
-            self.report = [total + value for total, value in zip(self.report, report, strict=True)]
 
 
 class Loop:
@@ -280,35 +256,3 @@ class Loop:
         self.events("finished", step=state.step)
         recorder.finish(summary)
         return summary
-
-
-def make_record(state: TrainState, window: Window, learning_rate: float, steps: int) -> dict[str, Any]:
-    """What is logged of the steps since the last record."""
-    config, machine = state.config, capabilities()
-    metrics = read_report(window.report, config.objective.normalize)
-    # speed counts every position that was computed, supervised or not
-    window_samples = state.consumed_samples - window.first_sample
-    tokens_per_second = window_samples * config.data.sequence_length / window.seconds
-    ranks = torch.distributed.get_world_size()
-    metrics.pop("tokens")
-    return {
-        "step": state.step,
-        "steps": steps,
-        "consumed_samples": state.consumed_samples,
-        "consumed_tokens": state.consumed_samples * config.data.sequence_length,
-        **metrics,
-        "grad_norm": sum(window.grad_norms) / len(window.grad_norms) if window.grad_norms else None,
-        "lr": learning_rate,
-        "skipped_steps": window.skipped,
-        "step_seconds": window.seconds / window.steps,
-        "tokens_per_second": tokens_per_second,
-        "tokens_per_second_per_rank": tokens_per_second / ranks,
-        "mfu": _mfu(config, machine, tokens_per_second / ranks),
-        "eta_seconds": (state.total_samples - state.consumed_samples) * window.seconds / window_samples,
-    }
-
-
-def _mfu(config, machine, tokens_per_second_per_rank: float) -> float | None:
-    if machine.peak_flops is None or config.model.num_moe_experts:
-        return None
-    return tokens_per_second_per_rank * flops_per_token(config.model, config.data.sequence_length) / machine.peak_flops

@@ -15,30 +15,32 @@ from typing import Any
 EXIT_CODE = 86
 """What a rank that hung exits with."""
 HEARTBEAT_SECONDS = 5.0
-"""A heartbeat file is rewritten at most this often."""
+"""A heartbeat file is rewritten this often."""
+SILENT_SECONDS = 120.0
+"""A heartbeat older than this, by whatever clock, is that of a rank that does not live."""
+WAITING = ("torch/distributed/", *(f"megatron/core/{part}/" for part in ("distributed", "optimizer")))
+WAITING += tuple(f"megatron/core/{part}_parallel/" for part in ("pipeline", "tensor"))
+"""Code in which a rank waits for others. What hangs elsewhere is what they wait for."""
 
 
 class Watchdog:
-    """A heartbeat file for this rank, and a thread that acts when the beats stop."""
+    """A thread that writes a heartbeat file for this rank, and acts when the beats stop."""
 
     def __init__(self, run_dir: str | Path, rank: int, world_size: int, minutes: float):
         self.folder = Path(run_dir) / "heartbeats"
         self.rank, self.world_size, self.seconds = rank, world_size, 60.0 * minutes
-        self.step, self.doing = 0, "starting"
-        self.last_beat, self.last_written = time.monotonic(), -HEARTBEAT_SECONDS
+        self.last_written = 0.0
         self.ended = threading.Event()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.stacks = (self.folder / f"rank_{rank}.stacks").open("w")  # open already: a full disk must not hide them
+        # open already: a full disk must not hide them; appended to: a restart must not wipe out what ended the last run
+        self.stacks = (self.folder / f"rank_{rank}.stacks").open("a")
         self.beat(0, "starting")
-        if self.seconds:
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        self._write()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def beat(self, step: int, doing: str) -> None:
-        """Progress: this rank is at `step`, about to do `doing`."""
-        changed = doing != self.doing
+        """Progress: this rank is at `step`, about to do `doing`. Touches no file."""
         self.step, self.doing, self.last_beat = step, doing, time.monotonic()
-        if changed or self.last_beat - self.last_written >= HEARTBEAT_SECONDS:
-            self._write()
         if self.seconds:
             # the backstop of the thread below, in C: it also fires when something holds Python's lock for ever
             faulthandler.dump_traceback_later(1.5 * self.seconds + 10.0, exit=True, file=self.stacks)
@@ -53,27 +55,32 @@ class Watchdog:
     def _path(self, rank: int) -> Path:
         return self.folder / f"rank_{rank}.json"
 
-    def _write(self) -> None:
-        self.last_written = self.last_beat
+    def _write(self, **more: Any) -> None:
+        self.last_written = time.monotonic()
         beat = {"rank": self.rank, "step": self.step, "doing": self.doing, "time": time.time(), "pid": os.getpid()}
         unfinished = self._path(self.rank).with_suffix(".unfinished")
         try:
-            unfinished.write_text(json.dumps(beat) + "\n")
+            unfinished.write_text(json.dumps(beat | more) + "\n")
             unfinished.replace(self._path(self.rank))
         except OSError:
             pass  # a full disk must not end a run that could go on
 
     def _watch(self) -> None:
-        while not self.ended.wait(min(1.0, self.seconds / 4)):
-            if time.monotonic() - self.last_beat > self.seconds:
+        while not self.ended.wait(min(1.0, self.seconds / 4) if self.seconds else HEARTBEAT_SECONDS):
+            if self.seconds and time.monotonic() - self.last_beat > self.seconds:
                 self._bite()
+            elif time.monotonic() - self.last_written >= HEARTBEAT_SECONDS:
+                self._write()
 
     def _bite(self) -> None:
         """Write down where this rank and the others stand, and leave."""
-        self._write()
+        last_beat, (place, waits) = self.last_beat, _main_thread()
+        self._write(place=place, waits=waits)
         time.sleep(min(2.0, self.seconds))  # the others' last beats, written now, tell who is behind
+        if self.last_beat != last_beat or self.ended.is_set():
+            return  # late, but here: a machine that was suspended, say
         text = (
-            f"rank {self.rank} made no progress for {self.seconds:.0f} s at step {self.step} ({self.doing}); "
+            f"rank {self.rank} made no progress for {self.seconds:.0f} s at step {self.step} ({self.doing}, {place}); "
             f"{self._who_is_behind()}\nguard.hang_minutes sets the limit. Stacks of this rank:\n"
         )
         for file in filter(None, (self.stacks, sys.__stderr__)):
@@ -89,16 +96,31 @@ class Watchdog:
             try:
                 beats[rank] = json.loads(self._path(rank).read_text())
             except (OSError, ValueError):
+                beats[rank] = {"time": 0.0}
+            if time.time() - beats[rank]["time"] > SILENT_SECONDS:
                 beats[rank] = {"step": -1, "doing": "no heartbeat"}
-        furthest = max((beat["step"], _progress(beat["doing"])) for beat in beats.values())
-        behind = [rank for rank, beat in beats.items() if (beat["step"], _progress(beat["doing"])) < furthest]
+        furthest = max(map(_standing, beats.values()))
+        behind = [rank for rank, beat in beats.items() if _standing(beat) < furthest]
         if not behind:
             return "all ranks stand at the same point"
-        places = ", ".join(f"rank {rank} (step {beats[rank]['step']}, {beats[rank]['doing']})" for rank in behind[:16])
+        places = ", ".join(f"rank {rank} ({_described(beats[rank])})" for rank in behind[:16])
         return f"did not arrive: {places}{' …' if len(behind) > 16 else ''}"
 
 
-def _progress(doing: str) -> int:
-    """What is done in a step comes in this order; a rank that does an earlier thing is behind."""
-    order = ("starting", "no heartbeat", "training", "asking all ranks", "validating", "saving", "ended")
-    return order.index(doing) if doing in order else 0
+def _main_thread() -> tuple[str, bool]:
+    """Where the main thread stands, and whether it waits for other ranks there."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    code = frame.f_code
+    return f"in {code.co_name}, {code.co_filename}:{frame.f_lineno}", any(part in code.co_filename for part in WAITING)
+
+
+def _standing(beat: dict[str, Any]) -> tuple[int, int, bool]:
+    """How far a rank is: the step, what it does in it (things come in this order), and whether it waits for others."""
+    order = ("no heartbeat", "starting", "training", "asking all ranks", "validating", "saving", "ended")
+    return beat["step"], order.index(beat["doing"]), beat.get("waits", False)
+
+
+def _described(beat: dict[str, Any]) -> str:
+    if beat["step"] < 0:
+        return beat["doing"]
+    return ", ".join([f"step {beat['step']}", beat["doing"], *filter(None, [beat.get("place")])])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ def train_model(demo: Demo) -> str:
     """Train a tiny CARD model on Megatron-Core"""
     from card_megatron.training.run import train_run
 
+    shutil.rmtree(demo.folder / "run", ignore_errors=True)  # a run that has checkpoints would be continued
     config, _ = load_config(
         [
             f"--config={EXAMPLE}",

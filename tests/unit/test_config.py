@@ -461,7 +461,7 @@ def test_every_example_passes_the_checks(path):
     preset = yaml.safe_load(path.read_text())["preset"]
     own_vocabulary = [] if "vocab_size" in PRESETS[preset]["model"] else ["--model.vocab_size=2048"]
     config, _ = load_config([f"--config={path}", "--data.mock=true", "--data.train=[]", *own_vocabulary])
-    preflight(config, Ranks(world_size={"110m": 8, "1b": 64}.get(preset, 1)))
+    preflight(config, Ranks(world_size={"110m": 8, "1b": 64}.get(preset, 1)), with_data=False)
     assert path.stem == f"card_{preset}"
 
 
