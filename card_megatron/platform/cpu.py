@@ -71,6 +71,8 @@ NO_NEWS = (
     "Apex is not installed",
     "full scope is deprecated",
     "The .grad attribute of a Tensor that is not a leaf",
+    "Please use DTensor instead",
+    "`load_state_dict` is deprecated and will be removed",
     "`torch.distributed.(reduce_scatter|all_gather)_.*` is deprecated",
 )
 """What Megatron-Core's own code makes torch and itself warn of: true, and nothing that a user can act on."""

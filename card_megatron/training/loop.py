@@ -230,8 +230,7 @@ class Loop:
             "time": time.time(),
         }
         self.events("stopped", **marker)
-        if recorder.active:
-            (self.run_dir / STOPPED).write_text(json.dumps(marker) + "\n")
+        recorder.write_file(STOPPED, marker)
         return {"stopped": reason, "steps": self.state.step, "checkpoint": marker["checkpoint"]}
 
     def finish(self, recorder: Recorder) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -76,25 +77,42 @@ class Recorder:
         """Wait until the disk has every record of metrics.jsonl."""
         for sink in self.sinks:
             if isinstance(sink, JsonLines):
-                sink.sync()
+                with self.despite_the_disk():
+                    sink.sync()
+
+    def write_file(self, name: str, content: dict[str, Any]) -> None:
+        """A small file of the run directory, whole or not at all."""
+        if self.active:
+            with self.despite_the_disk():
+                unfinished = self.run_dir / f"{name}.unfinished"
+                unfinished.write_text(json.dumps(content, indent=2) + "\n")
+                unfinished.replace(self.run_dir / name)
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write RUN_DIR/summary.json and close everything."""
-        if not self.active:
-            return
-        (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        self.write_file("summary.json", summary)
         self.close()
 
     def close(self) -> None:
         for sink in self.sinks:
-            sink.close()
+            with self.despite_the_disk():
+                sink.close()
         self.sinks = []
         if self.line:
             self.line.close()
 
     def _write(self, record: dict[str, Any]) -> None:
         for sink in self.sinks:
-            sink.write(record)
+            with self.despite_the_disk():
+                sink.write(record)
+
+    @contextlib.contextmanager
+    def despite_the_disk(self) -> Iterator[None]:
+        """A disk that takes nothing is named, and training goes on: it is rank 0 alone that writes here."""
+        try:
+            yield
+        except OSError as error:
+            self.say(f"{self.run_dir}: {error.strerror or error}; going on")
 
 
 class JsonLines:
@@ -105,10 +123,14 @@ class JsonLines:
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text("".join(kept), encoding="utf-8")
         unfinished.replace(path)
-        self.file = path.open("a", encoding="utf-8", buffering=1)
+        self.file = path.open("ab", buffering=0)
+        self.rest = b""
+        """What a full disk did not take yet: it goes before the next record, so that none is lost or cut."""
 
     def write(self, record: dict[str, Any]) -> None:
-        self.file.write(json.dumps(record) + "\n")
+        self.rest += json.dumps(record).encode() + b"\n"
+        while self.rest:
+            self.rest = self.rest[self.file.write(self.rest) :]
 
     def sync(self) -> None:
         """Wait until the disk has every record."""

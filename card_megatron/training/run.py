@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
+from card_megatron.config.errors import ConfigError
 from card_megatron.config.load import dump_yaml
 from card_megatron.config.schema import RunConfig
 from card_megatron.platform import Ranks
@@ -19,14 +23,41 @@ def train_run(config: RunConfig, ranks: Ranks, console: bool = True) -> dict[str
     plan = preflight(config, ranks)
     from megatron.core import parallel_state
 
+    lock = hold(config.run_dir) if ranks.rank == 0 else None
     watchdog = Watchdog(config.run_dir, ranks.rank, ranks.world_size, config.guard.hang_minutes)
     try:
         return train_in_group(plan, watchdog, console)
     finally:
         watchdog.close()
+        if lock is not None:
+            lock.close()
         parallel_state.destroy_model_parallel()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def hold(run_dir: str) -> IO[str]:
+    """Keep the run directory for this run as long as the file stays open: two runs in one would mix.
+
+    A launcher that was killed alone can leave its ranks behind, training and saving.
+    """
+    Path(run_dir).mkdir(parents=True, exist_ok=True)
+    file = (Path(run_dir) / "lock").open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        holder = file.read().strip() or "another process"
+        raise ConfigError(
+            f"run_dir={run_dir} is in use by {holder}; end that run (its ranks may have outlived their launcher), "
+            "or choose another run_dir"
+        ) from None
+    except OSError:
+        return file  # a file system without locks
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
 
 
 def train_in_group(plan: Plan, watchdog: Watchdog, console: bool = True) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
@@ -123,5 +124,6 @@ def test_a_signal_on_one_rank_stops_all_at_the_same_step(corpus, tmp_path, numbe
     turns = [(config, {"stop_at": 5, "stop_rank": 1, "number": number})]
     (first,), (second,) = run_distributed(train_in_turn, 2, turns)
     assert first == second and first["steps"] == 5
-    assert (tmp_path / "run" / "stopped.json").read_text().startswith(f'{{"reason": "{signal.Signals(number).name}"')
+    marker = json.loads((tmp_path / "run" / "stopped.json").read_text())
+    assert (marker["reason"], marker["step"]) == (signal.Signals(number).name, 5)
     assert folder.visible(config.run_dir)[0].name == "step_000005"

@@ -310,6 +310,7 @@ def gate(tmp_path) -> Iterator[Gate]:
     gate = Gate(tmp_path / "gate")
     yield gate
     gate.remove()
+    limit_file_size(None)
 
 
 def test_an_async_save_is_the_step_that_asked_for_it(train, gate):
@@ -431,7 +432,6 @@ def test_or_the_run_stops_where_that_is_asked(train, gate, tmp_path, failure):
     fail, said = FAILURES[failure]
     with pytest.raises(CheckpointError, match=f"step 4 could not be written: {said}.*newest .* is still step_000002"):
         train(EVERY_2, "--checkpoint.on_save_error=stop", after=lambda state: fail(state, gate))
-    limit_file_size(None)
     assert steps_of(tmp_path / "run") == [2]
     assert_all_whole(tmp_path / "run")
 
@@ -685,10 +685,10 @@ def test_card_checkpoint_verify(interrupted, capsys):
 # ---------------------------------------------------------------- two ranks
 
 
-def on_two_ranks(configs: dict[str, RunConfig], folder: Path) -> dict[str, Any]:
+def on_two_ranks(configs: dict[str, RunConfig], base: Path) -> dict[str, Any]:
     """What a rank finds: runs whose saves fail on rank 1 alone, and its part of optimizer state and average."""
     rank = ranks_from_environment().rank
-    gate = Gate(folder / f"gate {rank}")
+    gate = Gate(base / f"gate {rank}")
 
     def fail_on_rank_1(state):
         if rank == 1:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,14 +13,15 @@ import yaml
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
-from card_megatron.config import load_config
+from card_megatron.config import ConfigError, load_config
 from card_megatron.data.loader import Batch
 from card_megatron.model import unwrap
 from card_megatron.platform import Ranks
 from card_megatron.training.evaluate import evaluate
 from card_megatron.training.metrics import SUMS, make_report, read_report
 from card_megatron.training.preflight import preflight
-from card_megatron.training.run import train_run
+from card_megatron.training.records import Recorder
+from card_megatron.training.run import hold, train_run
 from card_megatron.training.state import build_state
 from card_megatron.training.step import train_step
 from tests.curves import tiny_config, train_curve
@@ -216,3 +219,45 @@ def test_validation_repeats_itself(build, corpus):
     first = evaluate(state, state.datasets.validation, "validation")
     assert evaluate(state, state.datasets.validation, "validation") == first
     assert first["second"]["tokens"] == 13 * 32, "13 samples do not fill the batches, and each counts once"
+
+
+# ---------------------------------------------------------------- the run directory
+
+
+def _hold_for_a_while(run_dir, held, done):
+    lock = hold(run_dir)
+    held.set()
+    done.wait(60)
+    lock.close()
+
+
+def test_two_runs_do_not_share_a_directory(corpus, tmp_path):
+    spawn = multiprocessing.get_context("spawn")
+    held, done = spawn.Event(), spawn.Event()
+    other = spawn.Process(target=_hold_for_a_while, args=(str(tmp_path / "run"), held, done))
+    other.start()
+    try:
+        assert held.wait(60)
+        with pytest.raises(ConfigError, match=rf"is in use by process {other.pid} on .*choose another run_dir"):
+            train_run(tiny_config(corpus, tmp_path / "run"), Ranks())
+    finally:
+        done.set()
+        other.join()
+    hold(str(tmp_path / "run")).close()
+
+
+def test_a_full_disk_loses_no_record(tmp_path, capsys):
+    config, _ = load_config([f"--run_dir={tmp_path}", "--logging.tensorboard=false"])
+    recorder = Recorder(config)
+    (sink,) = recorder.sinks
+    disk = sink.file
+    recorder.validation({"step": 1, "validation": {}})
+    with Path("/dev/full").open("ab", buffering=0) as sink.file:
+        recorder.validation({"step": 2, "validation": {}})
+        recorder.sync()
+    sink.file = disk
+    recorder.validation({"step": 3, "validation": {}})
+    recorder.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+    assert "No space left on device; going on" in capsys.readouterr().out
