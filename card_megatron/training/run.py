@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import socket
 from pathlib import Path
@@ -91,3 +92,5 @@ def train_in_group(plan: Plan, watchdog: Watchdog, console: bool = True) -> dict
         return loop.run(recorder, resumed=resumed_at is not None)
     finally:
         recorder.close()
+        state.data = []  # ends the data workers
+        gc.unfreeze()  # what Saver froze for the time of the run

@@ -88,6 +88,8 @@ class Watchdog:
                 file.write(text)
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
+        if not waits:  # the others wait for this one: its end would break their connections before they have spoken
+            time.sleep(min(10.0, 2 * self.seconds))
         os._exit(EXIT_CODE)
 
     def _who_is_behind(self) -> str:

@@ -16,6 +16,13 @@ import pytest
 from card_megatron.testing import RanksFailed, run_distributed
 
 
+@pytest.fixture(autouse=True)
+def leaves_no_process_behind():
+    before = set(multiprocessing.active_children())
+    yield
+    assert not set(multiprocessing.active_children()) - before
+
+
 def sum_of_ranks(extra):
     """What this rank is, what all of them are together, and a process that would outlive them."""
     import torch
@@ -68,7 +75,6 @@ def test_an_exception_comes_back_with_its_traceback():
         RanksFailed, match=r"(?s)ranks failed.*rank 1: Traceback.*in one_raises.*second rank's own fault"
     ):
         run_distributed(one_raises, 2)
-    assert not multiprocessing.active_children()
 
 
 def test_a_rank_that_dies_is_named_and_ends_the_others():
@@ -76,7 +82,6 @@ def test_a_rank_that_dies_is_named_and_ends_the_others():
     with pytest.raises(RanksFailed, match="rank 1: ended with exit code 7 and no result"):
         run_distributed(one_dies, 2)
     assert time.monotonic() - started < 60, "the other rank must not wait for its own time-out"
-    assert not multiprocessing.active_children()
 
 
 def test_a_result_that_cannot_be_pickled_is_said_to_be_one():
@@ -87,11 +92,9 @@ def test_a_result_that_cannot_be_pickled_is_said_to_be_one():
 def test_a_hang_ends_at_the_time_limit():
     with pytest.raises(RanksFailed, match=r"(?s)timed out after 2\.0 s.*rank 0: ended with exit code -9"):
         run_distributed(hang, 1, timeout=2.0)
-    assert not multiprocessing.active_children()
 
 
 def test_an_interrupt_ends_the_ranks_too():
     threading.Timer(1.0, _thread.interrupt_main).start()
     with pytest.raises(KeyboardInterrupt):
         run_distributed(hang, 1)
-    assert not multiprocessing.active_children()
