@@ -21,7 +21,7 @@ from card_megatron.config import load_config
 from card_megatron.config.schema import ObjectiveConfig
 from card_megatron.objectives import build_objective
 from card_megatron.objectives.keys import SampleKey
-from card_megatron.platform import Ranks
+from card_megatron.platform import Ranks, capabilities, install
 
 LENGTHS = [128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
 MOST_OF_A_STEP = 0.01
@@ -69,11 +69,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit with 1 if a figure misses its bar")
     options = parser.parse_args()
+    machine = capabilities()
+    install()
     a_token = step_microseconds_a_token()
     costs = {length: noise_microseconds(length) for length in LENGTHS}
     shares = {length: cost / (length * a_token) for length, cost in costs.items()}
     growth = costs[32768] / costs[4096]
-    table = Table(title=f"Noise and weights of one sample; a step of `small` costs {a_token:.0f} us a token")
+    table = Table(
+        title=f"{machine.device}, {machine.cpu_cores} cores; a step of `small` costs {a_token:.0f} us a token"
+    )
     for column in ("L", "us a sample", "ns a token", "share of a step"):
         table.add_column(column, justify="right")
     for length, cost in costs.items():

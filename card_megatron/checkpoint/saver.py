@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import gc
 import time
@@ -36,6 +37,14 @@ class Pending:
     manifest: Manifest
     writing: Writing
     started: float
+    written: bool = False
+    """All ranks' shards are on disk; what is left is rank 0's to do."""
+    publishing: concurrent.futures.Future | None = None
+    """Rank 0's part, in a thread of its own: syncing takes a while, and training need not wait for it."""
+
+    def waits_for_nothing(self) -> bool:
+        """True where this rank has nothing under way for the save."""
+        return (self.publishing is None or self.publishing.done()) if self.written else self.writing.done()
 
 
 class Saver:
@@ -47,6 +56,7 @@ class Saver:
         self.last_saved: int | None = None
         """The step of the newest save that has begun or is done."""
         self.validated = False
+        self.publisher = concurrent.futures.ThreadPoolExecutor(1) if dist.get_rank() == 0 else None
         save_without_copies(optimizer)
         # Megatron collects garbage at every save: what is there before the first step need not be looked at each time
         gc.unfreeze()
@@ -56,7 +66,7 @@ class Saver:
     def save(self, contents: Contents, manifest: Manifest, *, wait: bool = False) -> None:
         """Begin to save; with `wait`, or without async_save, also finish."""
         while len(self.pending) >= self.config.max_pending:
-            self._finish(self.pending.pop(0))
+            self._advance(self.pending[0])
         started = time.perf_counter()
         self.event("save_started", step=manifest.step)
         final = folder.final_path(self.run_dir, manifest.step)
@@ -72,28 +82,35 @@ class Saver:
             self.finish_all()
 
     def poll(self) -> None:
-        """Finish the oldest save if all ranks' writers are done; call it between steps."""
+        """Take the oldest save a stage further if no rank would have to wait for it; call it between steps."""
         if self.pending:
-            busy = torch.tensor(float(not self.pending[0].writing.done()), device=torch.cuda.current_device())
+            busy = torch.tensor(float(not self.pending[0].waits_for_nothing()), device=torch.cuda.current_device())
             dist.all_reduce(busy)
             if not busy:
-                self._finish(self.pending.pop(0))
+                self._advance(self.pending[0])
 
     def finish_all(self) -> None:
         """Wait for all saves that have begun."""
         while self.pending:
-            self._finish(self.pending.pop(0))
+            self._advance(self.pending[0])
 
-    def _finish(self, save: Pending) -> None:
-        written = save.writing.collect()
-        problems = problems_on_all_ranks(written.problem)
-        if not problems:
-            first = dist.get_rank() == 0
-            everyone: list[Any] | None = [None] * dist.get_world_size() if first else None
+    def _advance(self, save: Pending) -> None:
+        """The next stage of a save, waiting for what it needs: shards are written, then the checkpoint is published."""
+        if not save.written:
+            written = save.writing.collect()
+            problems = problems_on_all_ranks(written.problem)
+            if problems:
+                return self._failed(save.manifest.step, save.unfinished, problems)
+            everyone: list[Any] | None = [None] * dist.get_world_size() if self.publisher else None
             dist.gather_object(written, everyone, dst=0)
-            _, problems = on_first_rank(lambda: self._publish(save, everyone or []))
+            save.written = True
+            if self.publisher:
+                save.publishing = self.publisher.submit(self._publish, save, everyone or [])
+            return
+        _, problems = on_first_rank(lambda: save.publishing and save.publishing.result())
         if problems:
             return self._failed(save.manifest.step, save.unfinished, problems)
+        self.pending.remove(save)
         self.event(
             "save_finished",
             step=save.manifest.step,
@@ -118,6 +135,7 @@ class Saver:
         folder.discard(old, background=True)
 
     def _failed(self, step: int, unfinished: Path | None, problems: list[str]) -> None:
+        self.pending = [save for save in self.pending if save.unfinished != unfinished]
         if unfinished is not None:
             on_first_rank(lambda: files.remove_tree(unfinished))
         if self.last_saved == step:
