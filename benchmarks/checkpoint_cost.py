@@ -103,7 +103,7 @@ def measure(folder: Path, layers: int, turns: int) -> tuple[dict[str, list[float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit with 1 if a figure misses its bar")
-    parser.add_argument("--layers", type=int, default=24, help="size of the model (default: 24 layers, 98M parameters)")
+    parser.add_argument("--layers", type=int, default=12, help="size of the model (default: 12 layers, 57M parameters)")
     parser.add_argument("--turns", type=int, default=5, help="timed rounds (default: 5)")
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
     options = parser.parse_args()

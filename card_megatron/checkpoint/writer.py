@@ -129,7 +129,7 @@ class Writing:
 
     def collect(self) -> Written:
         """Wait for this rank's writers and put their answers together."""
-        return Written(problem=self.problem) if self.child is None else _answer(self.receiver, self.child)
+        return Written(problem=self.problem) if self.child is None else _answer(self.receiver)
 
 
 def plain_files(common: dict[str, Any]) -> dict[str, bytes]:
@@ -164,15 +164,17 @@ def _close(reference: weakref.ref[Connection]) -> None:
         connection.close()
 
 
-def _answer(receiver: Connection, child: Any) -> Written:
-    """Wait for a writer's word, or for its death."""
+def _answer(receiver: Connection) -> Written:
+    """Wait for a writer's word, or for its death.
+
+    Not for its end: giving back gigabytes of pages takes a while. The next writer's start collects it.
+    """
     try:
         return receiver.recv()
     except (EOFError, OSError):  # before its answer, or in the middle of it
         return Written(problem="a writer process died")
     finally:
         receiver.close()
-        child.join()
 
 
 def _write_and_report(
@@ -184,6 +186,7 @@ def _write_and_report(
     # whoever ends the run tells the parent; a save that has begun is the parent's to give up
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    os.nice(10)  # where cores are few, training has them first
     torch.serialization.set_crc32_options(False)  # the whole file has a checksum already
     others = _start(folder, loads[1:], transforms, [sender]) if len(loads) > 1 else None
     try:
@@ -191,7 +194,7 @@ def _write_and_report(
     except Exception as error:  # the parent must hear of anything
         written = Written(problem=_in_words(error, folder))
     if others is not None:
-        more = _answer(*others)
+        more = _answer(others[0])
         written.results += more.results
         written.files |= more.files
         written.problem = written.problem or more.problem
