@@ -136,7 +136,8 @@ def limit_file_size(most: int | None) -> None:
 def writers_now() -> list[psutil.Process]:
     """The writer processes of this one, the first of each save before those that it started."""
     me = psutil.Process()
-    return [child for child in me.children(recursive=True) if child.cmdline() == me.cmdline()]
+    alive = [child for child in me.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in alive if child.cmdline() == me.cmdline()]
 
 
 def kill_writer(state: TrainState, gate: Gate, which: int = 0) -> None:

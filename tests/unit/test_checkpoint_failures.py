@@ -138,7 +138,9 @@ LOADS = [{"first": b"1"}, {"second": b"2"}, {"third": b"3"}]
 
 @pytest.mark.timeout(30)
 def test_answers_of_any_length_arrive(tmp_path, long_answers):
-    written = writer._answer(*writer._start(tmp_path, LOADS, None))
+    receiver, child = writer._start(tmp_path, LOADS, None)
+    written = writer._answer(receiver)
+    child.join()
     assert written.files.keys() == {"first", "second", "third"} and written.problem is None
 
 
@@ -149,7 +151,8 @@ def test_a_killed_writer_is_noticed_at_once(tmp_path, long_answers, victim):
     while len(found := writers_now()) < 3:
         time.sleep(0.01)
     found[victim].kill()
-    assert writer._answer(receiver, child).problem == "a writer process died"
+    assert writer._answer(receiver).problem == "a writer process died"
+    child.join()
     assert not psutil.wait_procs(found, timeout=5)[1], "the others end too"
 
 
