@@ -11,7 +11,8 @@ from card_megatron.data.datasets import EpochChain, ObjectiveDataset, build_clea
 from card_megatron.data.loader import MicroBatchSampler
 from card_megatron.data.ngrams import all_tokens, bigram_nll, unigram_nll
 from card_megatron.data.preprocess import build_indexed, read_documents, refuse_missing, write_documents
-from card_megatron.data.tokenizers import load_tokenizer, train_sentencepiece
+from card_megatron.data.tokenizer_training import train_sentencepiece
+from card_megatron.data.tokenizers import load_tokenizer
 from card_megatron.objectives import Arm, build_objective
 from tests.curves import tiny_config
 
