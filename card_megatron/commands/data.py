@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from card_megatron.commands.data_views import add_views
 from card_megatron.config.errors import ConfigError
 from card_megatron.data import python_docs
 from card_megatron.data.build import SHARD_BYTES, Plan, build, single_threaded
@@ -60,6 +61,7 @@ def run(arguments: Sequence[str]) -> None:
     build_command.add_argument("--restart", action="store_true", help="forget the shards of a build that was begun")
     build_command.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help=argparse.SUPPRESS)
     build_command.set_defaults(function=build_files)
+    add_views(commands)
 
     options = parser.parse_args(list(arguments))
     try:

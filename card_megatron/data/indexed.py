@@ -18,7 +18,7 @@ import numpy as np
 from card_megatron.config.errors import ConfigError
 
 MAGIC = b"MMIDIDX\x00\x00"
-CODES = {np.dtype(np.uint16): 8, np.dtype(np.int32): 4}
+CODES: dict[np.dtype, int] = {np.dtype(np.uint16): 8, np.dtype(np.int32): 4}
 """Megatron's numbers for the types that token ids have."""
 MANIFEST_FORMAT = 1
 

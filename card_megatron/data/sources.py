@@ -6,10 +6,12 @@ file that cannot be entered in the middle. Cutting depends on the inputs alone, 
 
 from __future__ import annotations
 
+import glob
 import gzip
 import io
 import itertools
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ LINES = (".jsonl", ".ndjson", ".json")
 TEXTS = (".txt", ".text", ".md")
 PACKED = (".gz", ".zst")
 READ = 1 << 20
+TOO_LONG = "longer than the limit of --max-document-bytes"
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,12 @@ class Problem:
 
     path: str
     line: int | None
+    """A line, counted from the first that begins in the piece, or a row of Parquet; None is the whole file."""
     what: str
+
+
+class Damaged(Exception):
+    """A packed file that cannot be unpacked any further."""
 
 
 def kind_of(path: Path) -> str | None:
@@ -64,7 +72,8 @@ def expand(inputs: Iterable[str]) -> list[Path]:
         else:
             anchor = Path(path.anchor) if path.is_absolute() else Path()
             pattern = str(path.relative_to(path.anchor)) if path.is_absolute() else entry
-            matches = sorted(match for match in anchor.glob(pattern) if match.is_file()) if "*" in entry else []
+            magic = glob.has_magic(entry)
+            matches = sorted(match for match in anchor.glob(pattern) if match.is_file()) if magic else []
         if not matches:
             raise ConfigError(
                 f"{entry}: no such file, directory or pattern; give .jsonl(.gz/.zst), .parquet or .txt files"
@@ -97,27 +106,25 @@ def documents_of(piece: Piece, text_key: str, longest: int) -> Iterator[str | Pr
             yield _whole_text(path, longest)
         else:
             yield from _line_documents(path, piece, text_key, longest)
-    except (EOFError, gzip.BadGzipFile) as error:
-        yield Problem(piece.path, None, f"damaged gzip ({error})")
     except OSError as error:
-        yield Problem(piece.path, None, f"cannot be read ({error.strerror or error})")
+        # no fault of the text: it may be there when the build is started again
+        raise ConfigError(f"{piece.path} cannot be read: {error.strerror or error}; start again to go on") from error
 
 
 # ---------------------------------------------------------------- lines
 
 
 def _line_documents(path: Path, piece: Piece, text_key: str, longest: int) -> Iterator[str | Problem]:
-    before: int | None = None  # lines before this piece: counted only if one of its lines must be named
-    for number, line in enumerate(_lines(path, piece, longest)):
-        found = "longer than the limit of --max-document-bytes" if line is None else _text_of(line, text_key)
-        if found is None:
-            continue  # a blank line between documents
-        if isinstance(found, Document):
-            yield found.text
-            continue
-        if before is None:
-            before = _newlines_before(path, piece.start)
-        yield Problem(piece.path, before + number + 1, found)
+    number = 0
+    try:
+        for number, line in enumerate(_lines(path, piece, longest), start=1):
+            found = TOO_LONG if line is None else _text_of(line, text_key)
+            if isinstance(found, Document):
+                yield found.text
+            elif found is not None:  # None is a blank line between documents
+                yield Problem(piece.path, number, found)
+    except Damaged as error:
+        yield Problem(piece.path, number + 1, f"{error}; what follows was not read")
 
 
 @dataclass(frozen=True)
@@ -142,6 +149,11 @@ def _text_of(line: bytes, text_key: str) -> Document | str | None:
 
 def check_text(text: Any) -> Document | str:
     """A text that can be tokenised, or what is wrong with it."""
+    if isinstance(text, bytes):  # of a binary column
+        try:
+            text = text.decode()
+        except UnicodeDecodeError:
+            return "invalid UTF-8"
     if not isinstance(text, str):
         return f"the text is {'null' if text is None else 'a ' + type(text).__name__}, not a string"
     if not text.strip():
@@ -185,51 +197,51 @@ def _skip_line(file: Any) -> int:
     return length
 
 
-def _newlines_before(path: Path, position: int) -> int:
-    count = 0
-    with path.open("rb") as file:
-        while position > 0 and (chunk := file.read(min(READ, position))):
+def lines_begun(path: str, start: int, stop: int) -> int:
+    """How many lines of a file begin in [start, stop): at its beginning, or after a newline."""
+    count, position = int(start == 0 < stop), max(start - 1, 0)
+    with Path(path).open("rb", buffering=0) as file:
+        file.seek(position)
+        while position < stop - 1 and (chunk := file.read(min(READ, stop - 1 - position))):
             count += chunk.count(b"\n")
-            position -= len(chunk)
+            position += len(chunk)
     return count
 
 
 def _open(path: Path) -> Any:
     suffix = path.suffix.lower()
+    if suffix in PACKED and not path.stat().st_size:
+        raise Damaged(f"damaged {suffix[1:]} (0 bytes)")
     if suffix == ".gz":
-        return io.BufferedReader(gzip.open(path, "rb"), READ)  # type: ignore[arg-type]
+        return io.BufferedReader(_Unpacked("gzip", gzip.open(path)), READ)
     if suffix == ".zst":
-        return _open_zstandard(path)
+        # of pyarrow, not zstandard: that one takes a truncated file for a whole one
+        return io.BufferedReader(_Unpacked("zstd", _pyarrow(path).input_stream(str(path), compression="zstd")), READ)
     return path.open("rb", buffering=READ)
 
 
-def _open_zstandard(path: Path) -> Any:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise ConfigError(f"{path} needs the zstandard library: pip install 'card_megatron[data]'") from error
+class _Unpacked(io.RawIOBase):
+    """What a packed file holds, with all that may be wrong with it turned into one kind of error."""
 
-    class Stream(io.RawIOBase):
-        """zstandard's reader, with its own kind of error turned into everybody's."""
+    def __init__(self, packing: str, file: Any):
+        self.packing, self.file = packing, file
 
-        def __init__(self) -> None:
-            self.file = path.open("rb")
-            self.reader = zstandard.ZstdDecompressor().stream_reader(self.file, read_across_frames=True)
+    def readable(self) -> bool:
+        return True
 
-        def readable(self) -> bool:
-            return True
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self.file.read1(min(len(buffer), 1 << 16))  # little at a time: what comes before the damage counts
+        except (EOFError, zlib.error, gzip.BadGzipFile, OSError) as error:
+            if getattr(error, "errno", None):
+                raise  # the file system's fault
+            raise Damaged(f"damaged {self.packing} ({error})") from error
+        buffer[: len(data)] = data
+        return len(data)
 
-        def readinto(self, buffer: Any) -> int:
-            try:
-                return self.reader.readinto(buffer)
-            except zstandard.ZstdError as error:
-                raise OSError(0, f"damaged zstd: {error}") from error
-
-        def close(self) -> None:
-            self.file.close()
-            super().close()
-
-    return io.BufferedReader(Stream(), READ)
+    def close(self) -> None:
+        self.file.close()
+        super().close()
 
 
 # ---------------------------------------------------------------- whole texts
@@ -237,10 +249,13 @@ def _open_zstandard(path: Path) -> Any:
 
 def _whole_text(path: Path, longest: int) -> str | Problem:
     """A text file is one document."""
-    with _open(path) as file:
-        data = file.read(longest + 1)
+    try:
+        with _open(path) as file:
+            data = file.read(longest + 1)
+    except Damaged as error:
+        return Problem(str(path), None, str(error))
     if len(data) > longest:
-        return Problem(str(path), None, "longer than the limit of --max-document-bytes")
+        return Problem(str(path), None, TOO_LONG)
     try:
         found = check_text(data.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -251,15 +266,22 @@ def _whole_text(path: Path, longest: int) -> str | Problem:
 # ---------------------------------------------------------------- Parquet
 
 
-def _parquet(path: Path, text_key: str) -> Any:
+def _pyarrow(path: Path) -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigError(f"{path} needs the pyarrow library: pip install 'card_megatron[data]'") from error
+    return pyarrow
+
+
+def _parquet(path: Path, text_key: str) -> Any:
+    path.open("rb").close()  # a file that cannot be read is not a damaged one
     try:
-        file = pyarrow.parquet.ParquetFile(path)
+        file = _pyarrow(path).parquet.ParquetFile(path, page_checksum_verification=True)
+    except ConfigError:
+        raise
     except Exception as error:  # pyarrow raises several kinds for a damaged file
-        raise OSError(0, f"damaged Parquet: {error}") from error
+        raise Damaged(f"damaged Parquet ({error})") from error
     if text_key not in file.schema_arrow.names:
         names = ", ".join(file.schema_arrow.names)
         raise ConfigError(f"{path} has no column {text_key!r}; its columns are {names}: name one with --text-key")
@@ -270,7 +292,7 @@ def _row_groups(path: Path, piece_bytes: int, text_key: str) -> Iterator[Piece]:
     """Row groups side by side until they hold enough."""
     try:
         metadata = _parquet(path, text_key).metadata
-    except OSError:
+    except Damaged:
         yield Piece(str(path), "parquet", 0, -1, path.stat().st_size)  # named as a problem when it is read
         return
     start, held = 0, 0
@@ -282,21 +304,32 @@ def _row_groups(path: Path, piece_bytes: int, text_key: str) -> Iterator[Piece]:
 
 
 def _parquet_documents(path: Path, piece: Piece, text_key: str, longest: int) -> Iterator[str | Problem]:
-    file = _parquet(path, text_key)
+    try:
+        file = _parquet(path, text_key)
+    except Damaged as error:
+        yield Problem(piece.path, None, str(error))
+        return
     groups = range(piece.start, piece.stop if piece.stop >= 0 else file.num_row_groups)
     row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
     try:
         for batch in file.iter_batches(batch_size=256, row_groups=list(groups), columns=[text_key], use_threads=False):
-            for text in batch.column(0).to_pylist():
+            for text in _texts(batch.column(0)):
                 row += 1
                 found = check_text(text)
-                if isinstance(found, Document) and len(found.text) > longest:
-                    found = "longer than the limit of --max-document-bytes"
+                if isinstance(found, Document) and len(found.text.encode()) > longest:
+                    found = TOO_LONG
                 yield found.text if isinstance(found, Document) else Problem(piece.path, row, found)
-    except UnicodeDecodeError:
-        yield Problem(piece.path, row + 1, "invalid UTF-8; the rest of its row groups was not read")
-    except Exception as error:
-        yield Problem(piece.path, row + 1, f"damaged Parquet ({error}); the rest of its row groups was not read")
+    except Exception as error:  # pyarrow has several kinds for this too
+        if getattr(error, "errno", None):
+            raise
+        yield Problem(piece.path, row + 1, f"damaged Parquet ({error}); what follows was not read")
+
+
+def _texts(column: Any) -> list[Any]:
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:  # one invalid text shall not hide its neighbours
+        return column.cast("large_binary").to_pylist()
 
 
 def grouped(pieces: Iterable[Piece], enough: int) -> list[list[Piece]]:

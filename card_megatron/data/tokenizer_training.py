@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from card_megatron.config.errors import ConfigError
-from card_megatron.data.tokenizers import END_PIECES, MASK_PIECE, gpt2_files, read_gpt2, read_huggingface
+from card_megatron.data.tokenizers import END_PIECES, MASK_PIECE, read_gpt2, read_huggingface, tokenizer_path
 
 LONGEST_SENTENCE = 4000
 
@@ -54,16 +54,13 @@ def _sentences(texts: Iterable[str]) -> Iterable[str]:
 
 def add_mask(source: str | Path, output: str | Path) -> Path:
     """A copy of a tokenizer with [MASK] as a new last id; GPT-2's two files become a tokenizer.json."""
-    source, output = Path(source), Path(output)
-    if source.suffix == ".model":
+    source, output = tokenizer_path(source), Path(output)
+    suffix = ".json" if source.is_dir() or source.suffix == ".json" else ".model"
+    if output.suffix != suffix:
+        raise ConfigError(f"{output}: a copy of {source} must end in {suffix}")
+    if suffix == ".model":
         return _write(output, _sentencepiece_with_mask(source))
-    if source.is_dir() and gpt2_files(source):
-        backend = read_gpt2(source)
-    else:
-        path = source / "tokenizer.json" if source.is_dir() else source
-        if not path.is_file():
-            raise ConfigError(f"tokenizer {source}: no .model, no tokenizer.json and no GPT-2 files")
-        backend = read_huggingface(path)
+    backend = read_gpt2(source) if source.is_dir() else read_huggingface(source)
     if backend.token_to_id(MASK_PIECE) is not None:
         raise ConfigError(f"tokenizer {source} has {MASK_PIECE} already: use it as it is")
     backend.add_special_tokens([MASK_PIECE])

@@ -5,7 +5,6 @@ All of them turn text into ids that no text can forge: "[MASK]" written in a doc
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,6 +64,8 @@ class SentencePieceTokenizer:
         self.mask = self.processor.piece_to_id(MASK_PIECE)
         if self.processor.id_to_piece(self.mask) != MASK_PIECE:
             raise lacks_mask(path)
+        if not self.processor.is_control(self.mask):
+            raise can_be_spelled(path, MASK_PIECE)
         self.eod = self.processor.eos_id()
         if self.eod < 0:
             raise ConfigError(f"tokenizer {path} has no </s> piece to end documents with; train it with eos_id set")
@@ -80,24 +81,27 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json with a [MASK] token, as the `tokenizers` library reads it."""
+    """A tokenizer.json with a [MASK] token, as the `tokenizers` library reads it; or GPT-2's files as one."""
 
     kind = "huggingface"
 
-    def __init__(self, backend: Any, sources: Sequence[Path]):
-        self.backend, self.sources = backend, sources
+    def __init__(self, path: Path, backend: Any, sources: Sequence[Path]):
+        self.path, self.backend, self.sources = path, backend, sources
         # special tokens that a document happens to spell are text
         self.backend.encode_special_tokens = True
-        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1  # ids may have gaps
         self.mask = backend.token_to_id(MASK_PIECE)
         if self.mask is None:
-            raise lacks_mask(sources[0])
-        ends = [number for piece in END_PIECES if (number := backend.token_to_id(piece)) is not None]
+            raise lacks_mask(path)
+        ends = [piece for piece in END_PIECES if backend.token_to_id(piece) is not None]
         if not ends:
             raise ConfigError(
-                f"tokenizer {sources[0]} has none of {', '.join(END_PIECES)} to end documents with; add one of them"
+                f"tokenizer {path} has none of {', '.join(END_PIECES)} to end documents with; add one of them"
             )
-        self.eod = ends[0]
+        self.eod = backend.token_to_id(ends[0])
+        for piece, number in ((MASK_PIECE, self.mask), (ends[0], self.eod)):
+            if any(number in ids for ids in self.encode_batch([piece, f"a {piece} b", f"a{piece}b"])):
+                raise can_be_spelled(path, piece)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -150,26 +154,30 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     """The tokenizer that a .model, a tokenizer.json, a folder with either or with GPT-2's files, or `bytes` is."""
     if str(name) == BYTES:
         return BytesTokenizer()
-    path = Path(name)
+    path = tokenizer_path(name)
     if path.is_dir():
-        return _from_folder(path)
-    if not path.is_file():
-        raise ConfigError(f"tokenizer {path}: no such file; `card data tokenizer train` trains one")
+        return HuggingFaceTokenizer(path, read_gpt2(path), gpt2_files(path))
     if path.suffix == ".json":
-        return HuggingFaceTokenizer(read_huggingface(path), [path])
+        return HuggingFaceTokenizer(path, read_huggingface(path), [path])
     return SentencePieceTokenizer(path)
 
 
-def _from_folder(folder: Path) -> Tokenizer:
-    if (folder / "tokenizer.json").is_file():
-        return load_tokenizer(folder / "tokenizer.json")
-    if gpt2_files(folder):
-        return HuggingFaceTokenizer(read_gpt2(folder), gpt2_files(folder))
-    models = sorted(folder.glob("*.model"))
+def tokenizer_path(name: str | Path) -> Path:
+    """The file that a name means: itself, or the one in a folder; a folder with GPT-2's files stays one."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise ConfigError(f"tokenizer {path}: no such file; `card data tokenizer train` trains one")
+    if (path / "tokenizer.json").is_file():
+        return path / "tokenizer.json"
+    if gpt2_files(path):
+        return path
+    models = sorted(path.glob("*.model"))
     if len(models) == 1:
-        return load_tokenizer(models[0])
+        return models[0]
     raise ConfigError(
-        f"tokenizer {folder}: no tokenizer.json, no GPT-2 files (vocab.json and merges.txt) and not one .model in it"
+        f"tokenizer {path}: no tokenizer.json, no GPT-2 files (vocab.json and merges.txt) and not one .model in it"
     )
 
 
@@ -183,7 +191,10 @@ def read_gpt2(folder: Path) -> Any:
     """GPT-2's byte-level BPE from its two files, as a `tokenizers` tokenizer."""
     library = _tokenizers()
     vocabulary, merges = gpt2_files(folder)
-    backend = library.Tokenizer(library.models.BPE.from_file(str(vocabulary), str(merges)))
+    try:
+        backend = library.Tokenizer(library.models.BPE.from_file(str(vocabulary), str(merges)))
+    except Exception as error:  # the library raises a bare Exception
+        raise ConfigError(f"tokenizer {folder}: its files are not GPT-2's: {error}") from error
     backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = library.decoders.ByteLevel()
     backend.add_special_tokens([piece for piece in END_PIECES if backend.token_to_id(piece) is not None])
@@ -217,14 +228,16 @@ def lacks_mask(path: Path) -> ConfigError:
     )
 
 
-@functools.cache
-def _hash(paths: tuple[Path, ...]) -> str:
-    digest = hashlib.sha256()
-    for path in paths:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+def can_be_spelled(path: Path, piece: str) -> ConfigError:
+    return ConfigError(
+        f"tokenizer {path} takes {piece} written in a text for the token itself; it must be a special token that no "
+        "text can spell (a control symbol of SentencePiece, no word of the vocabulary): choose another tokenizer"
+    )
 
 
 def file_hash(*paths: Path) -> str:
     """SHA-256 of the contents of files."""
-    return _hash(paths)
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
