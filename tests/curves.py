@@ -32,7 +32,8 @@ def write_corpus(folder: Path) -> Path:
     """Two small .bin/.idx sources and a tokenizer, made from text that every Python has."""
     from card_megatron.data.preprocess import build_indexed
     from card_megatron.data.python_docs import python_documents
-    from card_megatron.data.tokenizers import load_tokenizer, train_sentencepiece
+    from card_megatron.data.tokenizer_training import train_sentencepiece
+    from card_megatron.data.tokenizers import load_tokenizer
 
     documents = [text[:600] for text in python_documents()[:240]]
     tokenizer = load_tokenizer(train_sentencepiece(documents, folder / "tokenizer.model", vocab_size=500))

@@ -19,6 +19,7 @@ from megatron.core.datasets.utils import Split
 from card_megatron.config.derived import total_samples
 from card_megatron.config.errors import ConfigError
 from card_megatron.config.schema import RunConfig
+from card_megatron.data import cache
 from card_megatron.data.preprocess import count_tokens
 from card_megatron.data.tokenizers import Tokenizer
 from card_megatron.objectives import Objective
@@ -137,11 +138,18 @@ def build_clean_datasets(
             return {name: build(split, (0.0, 1.0), entries, None) for name, entries in named.items()}
         return {split.name: build(split, bounds, data.train, None)} if bounds[0] < bounds[1] else {}
 
-    return CleanDatasets(
-        train=build(Split.train, (0.0, float(ends[1])), data.train, total_samples(config)),
-        validation=held_out(Split.valid, data.validation),
-        test=held_out(Split.test, data.test),
-    )
+    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    with cache.building(cache_folder(config), first=first):
+        return CleanDatasets(
+            train=build(Split.train, (0.0, float(ends[1])), data.train, total_samples(config)),
+            validation=held_out(Split.valid, data.validation),
+            test=held_out(Split.test, data.test),
+        )
+
+
+def cache_folder(config: RunConfig) -> Path:
+    """Where Megatron keeps its sample indices."""
+    return Path(config.data.path_to_cache or Path(config.run_dir) / "index_cache")
 
 
 class _MegatronTokenizer:
@@ -163,7 +171,7 @@ def _dataset_config(config: RunConfig, tokenizer: Tokenizer, entries: list[str],
         sequence_length=data.sequence_length,
         blend=None if data.mock else _blend(entries, weighted),
         split="1,1,1",
-        path_to_cache=data.path_to_cache or str(Path(config.run_dir) / "index_cache"),
+        path_to_cache=str(cache_folder(config)),
         tokenizer=_MegatronTokenizer(tokenizer, data.mock),
         reset_position_ids=False,
         reset_attention_mask=False,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from card_megatron.data.indexed import Indexed
+
 
 def unigram_nll(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
     """Mean nll of held_out[1:] under token frequencies, each token counted once more than it was seen."""
@@ -26,10 +28,7 @@ def bigram_nll(train: np.ndarray, held_out: np.ndarray, vocab_size: int, prior: 
 
 def all_tokens(prefix: str) -> np.ndarray:
     """Every token behind a .bin/.idx prefix, in document order."""
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    dataset = IndexedDataset(prefix)
-    return np.concatenate([dataset[number] for number in range(len(dataset))])
+    return np.asarray(Indexed(prefix).ids)
 
 
 def _unigram(train: np.ndarray, vocab_size: int) -> np.ndarray:

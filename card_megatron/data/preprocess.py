@@ -1,9 +1,10 @@
-"""Documents to Megatron's .bin/.idx."""
+"""Small jobs around .bin/.idx: documents that are in memory already, and what a run's files must be."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import numpy as np
 
 from card_megatron.config.errors import ConfigError
 from card_megatron.config.schema import DataConfig
+from card_megatron.data.build import describe_tokenizer
+from card_megatron.data.indexed import Indexed, publish, read_manifest, token_dtype, write_index
+from card_megatron.data.shards import write_tokens
 from card_megatron.data.tokenizers import Tokenizer
 
 
@@ -21,29 +25,6 @@ class Built:
     prefix: Path
     documents: int
     tokens: int
-
-
-def read_documents(paths: Iterable[str | Path], text_key: str = "text") -> Iterator[str]:
-    """Documents of .jsonl files (one object a line, its `text_key`) and of any other file (the whole of it)."""
-    for path in map(Path, paths):
-        if not path.is_file():
-            raise ConfigError(f"{path}: no such file; give .jsonl files (one document a line) or plain text files")
-        if path.suffix != ".jsonl":
-            yield path.read_text(encoding="utf-8")
-            continue
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _document(path, number, line, text_key)
-
-
-def _document(path: Path, number: int, line: str, text_key: str) -> str:
-    try:
-        return json.loads(line)[text_key]
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{number} is not JSON ({error.msg}); each line must be one object") from error
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"{path}:{number} has no {text_key!r} field; name the field with --text-key") from error
 
 
 def write_documents(path: str | Path, documents: Iterable[str]) -> Path:
@@ -59,43 +40,47 @@ def write_documents(path: str | Path, documents: Iterable[str]) -> Path:
 
 
 def build_indexed(documents: Iterable[str], tokenizer: Tokenizer, prefix: str | Path) -> Built:
-    """Tokenise documents, each closed by end-of-document, into PREFIX.bin and PREFIX.idx.
-
-    Both appear only when the build is complete; the index, which readers look for, last.
-    """
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
+    """Tokenise documents, each closed by end-of-document, into PREFIX.bin and PREFIX.idx, in this process."""
     prefix = Path(prefix)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     unfinished = prefix.with_name(prefix.name + ".unfinished")
-    builder = IndexedDatasetBuilder(f"{unfinished}.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size))
-    built = Built(prefix, documents=0, tokens=0)
-    for text in documents:
-        ids = [*tokenizer.encode(text), tokenizer.eod]
-        builder.add_document(np.array(ids), [len(ids)])
-        built.documents += 1
-        built.tokens += len(ids)
-    if not built.documents:
-        Path(f"{unfinished}.bin").unlink(missing_ok=True)
+    with Path(f"{unfinished}.bin").open("wb") as file:
+        lengths, checksum = write_tokens(documents, tokenizer, file)
+        file.flush()
+        os.fsync(file.fileno())
+    if not len(lengths):
+        Path(f"{unfinished}.bin").unlink()
         raise ConfigError(f"no documents to write to {prefix}")
-    builder.finalize(f"{unfinished}.idx")
-    for suffix in (".bin", ".idx"):
-        Path(f"{unfinished}{suffix}").replace(f"{prefix}{suffix}")
-    return built
+    dtype = token_dtype(tokenizer.vocab_size)
+    write_index(Path(f"{unfinished}.idx"), [lengths], dtype)
+    tokens = int(np.sum(lengths, dtype=np.int64))
+    manifest = {
+        "documents": len(lengths),
+        "tokens": tokens,
+        "dtype": dtype.name,
+        "tokenizer": describe_tokenizer(tokenizer, str(getattr(tokenizer, "path", tokenizer.kind))),
+        "checksums": [[tokens * dtype.itemsize, f"{checksum:08x}"]],
+    }
+    publish(prefix, unfinished, manifest)
+    return Built(prefix, documents=len(lengths), tokens=tokens)
 
 
-def refuse_missing(data: DataConfig) -> None:
-    """Raise for the first file of a run's data that is not there, with the command that writes it."""
+def refuse_unusable(data: DataConfig, tokenizer: Tokenizer) -> None:
+    """Raise for files of a run that are not there, or were made with another tokenizer than the run's."""
     for entries in (data.train, *data.validation.values(), *data.test.values()):
         for prefix in (entry.split()[-1] for entry in entries):
             for suffix in (".bin", ".idx"):
                 if not Path(prefix + suffix).is_file():
                     raise ConfigError(f"{prefix}{suffix}: no such file; `card data build --output {prefix}` writes it")
+            manifest = read_manifest(prefix)
+            if manifest is not None and manifest["tokenizer"]["sha256"] != tokenizer.fingerprint():
+                raise ConfigError(
+                    f"{prefix} was made with another tokenizer ({manifest['tokenizer']['name']}, sha256 "
+                    f"{manifest['tokenizer']['sha256'][:12]}…) than data.tokenizer={data.tokenizer} "
+                    f"({tokenizer.fingerprint()[:12]}…): its ids mean other text; build it again, or use that tokenizer"
+                )
 
 
 def count_tokens(prefix: str) -> int:
     """Tokens behind a .bin/.idx prefix, without reading them."""
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    dataset = IndexedDataset(prefix)  # held: its lengths are a view of a file that it unmaps when it goes
-    return int(np.sum(dataset.sequence_lengths, dtype=np.int64))
+    return Indexed(prefix).tokens

@@ -8,7 +8,7 @@ from typing import Any
 from card_megatron.config.checks import check
 from card_megatron.config.errors import ConfigError
 from card_megatron.config.schema import RunConfig
-from card_megatron.data.preprocess import refuse_missing
+from card_megatron.data.preprocess import refuse_unusable
 from card_megatron.data.tokenizers import MockTokenizer, Tokenizer, load_tokenizer
 from card_megatron.platform import Ranks, capabilities, install
 
@@ -38,7 +38,7 @@ def preflight(config: RunConfig, ranks: Ranks, *, with_data: bool = True) -> Pla
     )
     assert tokenizer is not None, "check() demands a tokenizer or mock data"
     if with_data:
-        refuse_missing(config.data)
+        refuse_unusable(config.data, tokenizer)
     return Plan(config, ranks, tokenizer, build_transformer_config(config))
 
 

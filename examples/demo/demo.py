@@ -22,8 +22,11 @@ from rich.table import Table
 
 from card_megatron.config import load_config
 from card_megatron.data import ngrams, python_docs
-from card_megatron.data.preprocess import build_indexed, read_documents, write_documents
-from card_megatron.data.tokenizers import load_tokenizer, train_sentencepiece
+from card_megatron.data.build import build
+from card_megatron.data.preprocess import write_documents
+from card_megatron.data.shards import ReadOptions
+from card_megatron.data.tokenizer_training import train_sentencepiece
+from card_megatron.data.tokenizers import load_tokenizer
 from card_megatron.platform import Ranks, capabilities, install
 
 EXAMPLE = Path(__file__).parent.parent / "configs" / "card_tiny.yaml"
@@ -58,19 +61,19 @@ def make_corpus(demo: Demo) -> str:
 
 def make_tokenizer(demo: Demo) -> str:
     """Train a SentencePiece tokenizer with a [MASK] token"""
-    train_sentencepiece(read_documents([demo.data / "train.jsonl"]), demo.tokenizer, demo.vocab_size)
+    train, _ = python_docs.train_and_validation(python_docs.python_documents())
+    train_sentencepiece(train, demo.tokenizer, demo.vocab_size)
     tokenizer = load_tokenizer(demo.tokenizer)
     return f"{tokenizer.vocab_size} pieces, [MASK] is {tokenizer.mask}"
 
 
 def make_tokens(demo: Demo) -> str:
     """Tokenise the corpus into Megatron's .bin/.idx"""
-    tokenizer = load_tokenizer(demo.tokenizer)
-    built = [
-        build_indexed(read_documents([demo.data / f"{name}.jsonl"]), tokenizer, demo.data / name)
+    train, held_out = (
+        build([str(demo.data / f"{name}.jsonl")], demo.data / name, str(demo.tokenizer), ReadOptions(), restart=True)
         for name in ("train", "valid")
-    ]
-    return f"{built[0].tokens:,} tokens to train on, {built[1].tokens:,} held out"
+    )
+    return f"{train['tokens']:,} tokens to train on, {held_out['tokens']:,} held out"
 
 
 def train_model(demo: Demo) -> str:

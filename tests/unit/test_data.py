@@ -10,8 +10,10 @@ from card_megatron.config import ConfigError
 from card_megatron.data.datasets import EpochChain, ObjectiveDataset, build_clean_datasets
 from card_megatron.data.loader import MicroBatchSampler
 from card_megatron.data.ngrams import all_tokens, bigram_nll, unigram_nll
-from card_megatron.data.preprocess import build_indexed, read_documents, refuse_missing, write_documents
-from card_megatron.data.tokenizers import load_tokenizer, train_sentencepiece
+from card_megatron.data.preprocess import build_indexed, refuse_unusable, write_documents
+from card_megatron.data.sources import read_all
+from card_megatron.data.tokenizer_training import train_sentencepiece
+from card_megatron.data.tokenizers import encode, load_tokenizer
 from card_megatron.objectives import Arm, build_objective
 from tests.curves import tiny_config
 
@@ -184,42 +186,20 @@ def test_mock_data_needs_no_files_and_never_holds_mask(tmp_path):
 
 def test_missing_files_and_too_little_text_are_named(corpus, tmp_path, tokenizer):
     with pytest.raises(ConfigError, match=r"nowhere\.bin: no such file.*card data build"):
-        refuse_missing(tiny_config(corpus, tmp_path, "--data.train=[nowhere]").data)
+        refuse_unusable(tiny_config(corpus, tmp_path, "--data.train=[nowhere]").data, tokenizer)
     build_indexed(["short"], tokenizer, tmp_path / "short")
     with pytest.raises(ConfigError, match=r"shorter than one sample of data\.sequence_length=32"):
         clean_datasets(corpus, tmp_path, tokenizer, f"--data.train=[{tmp_path}/short]")
 
 
-def test_documents_that_are_not_there_or_not_json_are_named(tmp_path):
-    with pytest.raises(ConfigError, match="no such file"):
-        list(read_documents([tmp_path / "absent.jsonl"]))
-    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"txt": 1}\n')
-    with pytest.raises(ConfigError, match=r"bad\.jsonl:2 has no 'text' field"):
-        list(read_documents([tmp_path / "bad.jsonl"]))
-    (tmp_path / "worse.jsonl").write_text("no json\n")
-    with pytest.raises(ConfigError, match=r"worse\.jsonl:1 is not JSON"):
-        list(read_documents([tmp_path / "worse.jsonl"]))
-
-
 # ---------------------------------------------------------------- text and tokens
-
-
-def test_text_survives_the_tokenizer(tokenizer):
-    for text in (
-        "def f(x):\n    return x  # two  spaces\n",
-        "Grüße, 世界! 🙂",
-        "tab\tand trailing space ",
-        "[MASK] </s>",
-    ):
-        ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids) == text
-        assert tokenizer.mask not in ids and tokenizer.eod not in ids, "text must not be able to spell a control symbol"
 
 
 def test_built_files_hold_the_documents(corpus, tmp_path, tokenizer):
     path = write_documents(tmp_path / "two.jsonl", ["one document", "another\none"])
-    built = build_indexed(read_documents([path]), tokenizer, tmp_path / "two")
-    expected = [*tokenizer.encode("one document"), tokenizer.eod, *tokenizer.encode("another\none"), tokenizer.eod]
+    built = build_indexed(read_all([str(path)], "text", 99), tokenizer, tmp_path / "two")
+    first, second = encode(tokenizer, "one document"), encode(tokenizer, "another\none")
+    expected = [*first, tokenizer.eod, *second, tokenizer.eod]
     assert all_tokens(str(tmp_path / "two")).tolist() == expected
     assert (built.documents, built.tokens) == (2, len(expected))
     assert not list(tmp_path.glob("*unfinished*"))

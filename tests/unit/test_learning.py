@@ -9,7 +9,8 @@ import pytest
 from card_megatron.config import load_config
 from card_megatron.data import ngrams, python_docs
 from card_megatron.data.preprocess import build_indexed
-from card_megatron.data.tokenizers import load_tokenizer, train_sentencepiece
+from card_megatron.data.tokenizer_training import train_sentencepiece
+from card_megatron.data.tokenizers import load_tokenizer
 from card_megatron.platform import Ranks
 from card_megatron.training.run import train_run
 

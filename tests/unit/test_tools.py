@@ -31,7 +31,7 @@ def flags(folder: Path, corpus: Path) -> list:
     source.write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
     return [
         *("--input", source, "--output-prefix", folder / "out", "--tokenizer-model", corpus / "tokenizer.model"),
-        *("--tokenizer-type", "SentencePieceTokenizer", "--workers", 1),
+        *("--tokenizer-type", "SentencePieceTokenizer", "--workers", 2, "--log-interval", 100),
     ]
 
 
@@ -55,15 +55,45 @@ def test_preprocess_data_writes_what_megatron_reads_and_card_data_build_writes(t
             assert Path(f"{ours}{suffix}").read_bytes() == theirs.read_bytes()
 
 
+def test_preprocess_data_without_append_eod_and_with_every_kind_of_tokenizer(tmp_path, corpus):
+    """Several files by a pattern; documents that do not end; GPT-2's files and the tokenizer.json that they make."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from card_megatron.data.indexed import Indexed
+
+    folder, arguments = tmp_path / "gpt2", flags(tmp_path, corpus)
+    folder.mkdir()
+    bpe = tokenizers.ByteLevelBPETokenizer()
+    texts = [document["text"] for document in DOCUMENTS]
+    bpe.train_from_iterator(texts, 300, special_tokens=["<|endoftext|>", "[MASK]"], show_progress=False)
+    bpe.save_model(str(folder))
+    json_file = tmp_path / "hf" / "tokenizer.json"
+    json_file.parent.mkdir()
+    bpe.save(str(json_file))
+    (tmp_path / "more.jsonl").write_text(json.dumps(DOCUMENTS[0]) + "\n")
+    of_gpt2 = ["--vocab-file", folder / "vocab.json", "--merge-file", folder / "merges.txt"]
+    for kind, options, loaded in (
+        ("HuggingFaceTokenizer", ["--tokenizer-model", json_file.parent], json_file),
+        ("GPT2BPETokenizer", of_gpt2, folder),
+    ):
+        result = preprocess(*arguments, "--input", tmp_path / "*.jsonl", "--tokenizer-type", kind, *options)
+        assert result.returncode == 0 and "3 documents" in result.stdout, result.stderr
+        tokenizer, data = load_tokenizer(loaded), Indexed(tmp_path / "out_text_document")
+        assert [tokenizer.decode(data[number]) for number in range(3)] == [*texts, texts[0]]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "add --append-eod"),
-        (["--append-eod", "--workers", 4], "--workers 4: one process tokenises; use --workers 1"),
-        (["--append-eod", "--input", "corpus.json"], "corpus.json does not end in .jsonl; rename it"),
-        (["--append-eod", "--tokenizer-type", "GPT2BPETokenizer"], "choose from '?SentencePieceTokenizer"),
-        (["--append-eod", "--json-keys", "body"], "has no 'body' field; name the field with --json-keys"),
-        (["--append-eod", "--tokenizer-model", "none.model"], "none.model: no such file"),
+        (["--workers", 0], "--workers 0 must be at least 1"),
+        (["--split-sentences"], "--split-sentences: CARD learns from whole documents; leave it out"),
+        (["--keep-newlines"], "--keep-newlines: newlines are always kept; leave it out"),
+        (["--partitions", 4], "--partitions: --workers shares out the work within files too; leave it out"),
+        (["--input", __file__], "test_tools.py is not .jsonl or .json; rename it if each line is a JSON object"),
+        (["--input", "none/*.jsonl"], "none/.*: no such file, directory or pattern"),
+        (["--tokenizer-type", "NullTokenizer"], "NullTokenizer: choose from SentencePieceTokenizer, Hugging"),
+        (["--tokenizer-type", "GPT2BPETokenizer"], "needs --vocab-file FOLDER/vocab.json --merge-file FOLDER/merges"),
+        (["--json-keys", "body"], "no document in the input: 2 x no 'body' field"),
+        (["--tokenizer-model", "none.model"], "none.model: no such file"),
     ],
 )
 def test_preprocess_data_refuses_with_the_remedy(tmp_path, corpus, arguments, message):
