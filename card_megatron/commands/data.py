@@ -103,9 +103,12 @@ def build_files(options: argparse.Namespace) -> None:
 
     if options.workers < 1:
         raise ConfigError(f"--workers={options.workers} must be at least 1")
+    if options.mpi and "-" in options.inputs:
+        raise ConfigError("--mpi cannot share standard input out among ranks; write it to a file first")
     single_threaded()
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    inputs = [_spooled(options.output) if entry == "-" else entry for entry in options.inputs]
+    spool = options.output.with_name(options.output.name + ".stdin.jsonl")
+    inputs = [_spooled(spool) if entry == "-" else entry for entry in options.inputs]
     read = ReadOptions(options.text_key, not options.no_eod, options.on_error, options.max_document_bytes)
     bar = tqdm(desc="tokenising", unit="B", unit_scale=True, disable=None)
 
@@ -128,6 +131,7 @@ def build_files(options: argparse.Namespace) -> None:
             progress=bar.update,
             announce=announce,
         )
+    spool.unlink(missing_ok=True)
     if options.mpi and int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0"))):
         return
     print(f"{options.output}.bin/.idx: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens")
@@ -136,9 +140,8 @@ def build_files(options: argparse.Namespace) -> None:
         print(f"skipped: {counts}; each is named in {options.output}.problems.jsonl")
 
 
-def _spooled(output: Path) -> str:
-    """Standard input as a file, so that it can be cut, shared out and read again after a restart."""
-    path = output.with_name(output.name + ".stdin.jsonl")
+def _spooled(path: Path) -> str:
+    """Standard input as a file, so that it can be cut and shared out."""
     unfinished = path.with_suffix(".unfinished")
     with unfinished.open("wb") as file:
         while chunk := sys.stdin.buffer.read(1 << 20):

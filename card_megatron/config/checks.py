@@ -158,13 +158,16 @@ def _data(config: RunConfig) -> Iterator[str]:
     if not data.mock and not data.train:
         yield "data.train is empty; give prefixes of .bin/.idx files (`card data build` makes them) or data.mock=true"
     if not data.mock and data.tokenizer is None:
-        yield "data.tokenizer is not set; give the SentencePiece .model that made data.train"
+        yield "data.tokenizer is not set; give the tokenizer that made data.train"
     for entry in data.train:
         words = entry.split()
         if len(words) not in (1, 2) or (len(words) == 2 and not _is_weight(words[0])):
             yield f"data.train entry {entry!r} is not 'PREFIX' or 'WEIGHT PREFIX' with a positive weight"
     if len({len(entry.split()) for entry in data.train}) > 1:
         yield f"data.train={data.train} mixes entries with and without a weight; give all of them one, or none"
+    prefixes = [entry.split()[-1] for entry in data.train if entry.split()]
+    for prefix in sorted({prefix for prefix in prefixes if prefixes.count(prefix) > 1}):
+        yield f"data.train names {prefix} more than once: both would give the same samples; name it once, with a weight"
     for name, entries in [*data.validation.items(), *data.test.items()]:
         if not entries or any(len(entry.split()) != 1 for entry in entries):
             yield f"held-out set {name}={entries} must be a list of prefixes, without weights: each is read once"

@@ -119,7 +119,7 @@ class DataConfig:
     sequence_length: int = 128
     """Tokens in a sample."""
     tokenizer: Optional[str] = None
-    """SentencePiece .model that made the data; it must have a [MASK] piece."""
+    """What made the data: a SentencePiece .model, a tokenizer.json, GPT-2's folder or `bytes`; with a [MASK]."""
     mock: bool = False
     """Megatron's mock dataset instead of files: to try a layout or measure speed."""
     eod_mask_loss: bool = False

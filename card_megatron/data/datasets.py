@@ -169,7 +169,7 @@ def _dataset_config(config: RunConfig, tokenizer: Tokenizer, entries: list[str],
     return GPTDatasetConfig(
         random_seed=config.seed,
         sequence_length=data.sequence_length,
-        blend=None if data.mock else _blend(entries, weighted),
+        blend=None if data.mock else blend_of(entries, weighted),
         split="1,1,1",
         path_to_cache=str(cache_folder(config)),
         tokenizer=_MegatronTokenizer(tokenizer, data.mock),
@@ -182,7 +182,7 @@ def _dataset_config(config: RunConfig, tokenizer: Tokenizer, entries: list[str],
     )
 
 
-def _blend(entries: list[str], weighted: bool) -> tuple[list[str], list[float] | None]:
+def blend_of(entries: list[str], weighted: bool) -> tuple[list[str], list[float] | None]:
     """(prefixes, weights) as Megatron takes them; no weights for one source, or to take each source once."""
     prefixes = [entry.split()[-1] for entry in entries]
     if len(prefixes) == 1 or not weighted:

@@ -126,6 +126,7 @@ def publish(prefix: Path, unfinished: Path, manifest: dict[str, Any]) -> None:
     """Give a complete pair its name: the manifest first, the index, which readers look for, last."""
     path = Path(f"{unfinished}.json")
     path.write_text(json.dumps({"format": MANIFEST_FORMAT, **manifest}, indent=1) + "\n")
+    Path(f"{prefix}.idx").unlink(missing_ok=True)  # an old index must not meet new ids
     for suffix in (".json", ".bin", ".idx"):
         Path(f"{unfinished}{suffix}").replace(f"{prefix}{suffix}")
 

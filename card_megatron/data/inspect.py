@@ -235,9 +235,9 @@ class Source:
 
 def blend_sources(config: RunConfig) -> list[Source]:
     """How often a run reads each of its sources: what EpochChain and Megatron's blend do, without building them."""
-    from card_megatron.data.datasets import _blend
+    from card_megatron.data.datasets import blend_of
 
-    prefixes, weights = _blend(config.data.train, weighted=True)
+    prefixes, weights = blend_of(config.data.train, weighted=True)
     shares = np.array(weights or [1.0]) / np.sum(weights or [1.0])
     samples = drawn_samples(shares, total_samples(config))
     sources = []

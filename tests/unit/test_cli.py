@@ -22,7 +22,12 @@ from card_megatron.version import __version__
 
 CARD = [sys.executable, "-m", "card_megatron"]
 MOCK = ["--data.mock=true", "--model.vocab_size=200", "--train.train_iters=4"]
-SUBCOMMANDS = [["data", "python-docs"], ["data", "tokenizer"], ["data", "tokenizer", "train"], ["data", "build"]]
+SUBCOMMANDS = [
+    *(["data", name] for name in ("python-docs", "tokenizer", "build", "inspect", "sample", "epochs")),
+    *(["data", name] for name in ("merge", "split", "shuffle")),
+    *(["data", "tokenizer", name] for name in ("train", "add-mask")),
+    *(["checkpoint", name] for name in ("list", "inspect", "verify")),
+]
 TIME_LIMIT = 120
 
 
