@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from own_memory import own_peak_megabytes
 from rich.console import Console
 from rich.table import Table
 
@@ -55,18 +55,15 @@ def first_lines(corpus: Path, size: int, output: Path) -> Path:
     return output
 
 
-def timed_command(command: list[str], environment: dict[str, str] | None = None) -> tuple[float, float]:
-    """(seconds, peak megabytes of its largest process)."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+def seconds_of(command: list[str], environment: dict[str, str] | None = None, folder: Path | None = None) -> float:
+    """How long a command takes that must succeed."""
     started = time.perf_counter()
     done = subprocess.run(
-        command, env={**os.environ, **(environment or {})}, capture_output=True, text=True, check=False
+        command, cwd=folder, env={**os.environ, **(environment or {})}, capture_output=True, text=True, check=False
     )
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    seconds = time.perf_counter() - started
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    return seconds, (peak if peak > before else before) / 1024
+    return time.perf_counter() - started
 
 
 def our_command(source: Path, output: Path, tokenizer: str, workers: int) -> list[str]:
@@ -103,7 +100,7 @@ def building(options: argparse.Namespace, folder: Path) -> list[Row]:
     large = first_lines(options.corpus, (8 + options.megabytes) * MEGABYTE, folder / "large.jsonl")
 
     def ours(workers: int) -> Callable[[Path, Path], float]:
-        return lambda source, output: timed_command(our_command(source, output, options.tokenizer, workers))[0]
+        return lambda source, output: seconds_of(our_command(source, output, options.tokenizer, workers))
 
     one, two, library, other = [], [], [], []
     for _ in range(options.turns):
@@ -135,18 +132,8 @@ def megatron_lm(options: argparse.Namespace, source: Path, output: Path) -> floa
     command = [sys.executable, "tools/preprocess_data.py", "--input", str(source), "--output-prefix", str(prefix)]
     command += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(model)]
     paths = f"{options.megatron_lm}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    environment = {**os.environ, "PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"}
-    started = time.perf_counter()
-    done = subprocess.run(
-        [*command, "--workers", "1", "--append-eod"],
-        cwd=options.megatron_lm,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        sys.exit(f"Megatron-LM's tool failed:\n{done.stderr[-2000:]}")
-    return time.perf_counter() - started
+    environment = {"PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"}
+    return seconds_of([*command, "--workers", "1", "--append-eod"], environment, options.megatron_lm)
 
 
 def ratios(ours: list[float], theirs: list[float]) -> float:
@@ -179,7 +166,7 @@ def print_peak(arguments: list[str]) -> None:
     from card_megatron.cli import main as card
 
     card(arguments)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    print(own_peak_megabytes())
 
 
 def random_tokens(folder: Path, count: int, vocab_size: int = 50_000, length: int = 1000) -> Path:

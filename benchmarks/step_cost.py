@@ -9,7 +9,6 @@ step, in one process; a ratio is the median over turns. Peak memory comes from a
 from __future__ import annotations
 
 import argparse
-import resource
 import statistics
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from own_memory import own_peak_megabytes
 from rich.console import Console
 from rich.table import Table
 
@@ -128,7 +128,7 @@ def print_own_peak(objective: str) -> None:
         state = build(1024, folder, steps=3, objective=objective)
         for _ in range(3):
             train_step(state)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    print(own_peak_megabytes())
 
 
 def main() -> None:
