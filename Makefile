@@ -1,4 +1,4 @@
-# `make demo` and `make test` need Python 3.10+, make and gcc; everything else is installed into .venv.
+# `make demo` and `make test` need Python 3.11+, make and gcc; everything else is installed into .venv.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
@@ -50,6 +50,8 @@ docs: env
 bench: env
 	$(BIN)/python benchmarks/noise_cost.py --check
 	$(BIN)/python benchmarks/step_cost.py --check
+	$(BIN)/python benchmarks/checkpoint_cost.py --check
+	$(BIN)/python benchmarks/preprocess.py --check
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

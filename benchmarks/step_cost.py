@@ -154,7 +154,8 @@ def main() -> None:
             (f"Megatron / plain PyTorch, L={length}", detail, ratio(times, "arm", "plain"), BARS["megatron/plain"])
         )
     console.print("measuring memory ...")
-    memory = {objective: peak_megabytes(objective) for objective in ("card", "arm")}
+    peaks = [{name: peak_megabytes(name) for name in ("card", "arm")} for _ in range(options.turns)]
+    memory = {name: statistics.median(peak[name] for peak in peaks) for name in ("card", "arm")}
     detail = ", ".join(f"{name} {megabytes:.0f} MB" for name, megabytes in memory.items())
     rows.append(("peak memory CARD / ARM, L=1024", detail, memory["card"] / memory["arm"], BARS["memory card/arm"]))
 

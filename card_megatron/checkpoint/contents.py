@@ -63,11 +63,6 @@ def to_save(contents: Contents) -> dict[str, Any]:
     return state
 
 
-def load_weights(model: list[Any], checkpoint: str | Path) -> None:
-    """Read only the weights, saved in any layout, into this rank's model. All ranks must call this."""
-    _load_into(model, _load(weights_of(model), Path(checkpoint)))
-
-
 def load(contents: Contents, checkpoint: Path, *, same_layout: bool, has_ema: bool) -> dict[str, Any]:
     """Put a checkpoint of any layout back into a run; returns its progress. All ranks must call this.
 

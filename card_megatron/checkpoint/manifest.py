@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from card_megatron.config.errors import CheckpointError
+from card_megatron.config.errors import CheckpointError, UnreadableCheckpoint
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -67,14 +67,19 @@ def read_manifest(checkpoint: Path) -> Manifest:
     try:
         fields = json.loads(path.read_text())
         if fields["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {fields['format']}; this version reads format {FORMAT}")
+            raise UnreadableCheckpoint(
+                f"{path} has format {fields['format']}; this version reads {FORMAT}: use the version that saved it"
+            )
         manifest = Manifest(**fields)
         if manifest.checksum() != manifest.crc32:
             raise ValueError("its checksum does not fit what it says")
         return manifest
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; {checkpoint} is no complete checkpoint") from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except OSError as error:
+        reason = error.strerror or error
+        raise UnreadableCheckpoint(f"{path} cannot be read ({reason}); make it readable, then start again") from error
+    except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); the checkpoint is damaged") from error
 
 

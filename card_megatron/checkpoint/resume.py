@@ -12,7 +12,7 @@ import torch.distributed as dist
 from card_megatron.checkpoint import folder
 from card_megatron.checkpoint.agree import on_first_rank, problems_on_all_ranks
 from card_megatron.checkpoint.manifest import Manifest, problems_of, read_manifest
-from card_megatron.config.errors import CheckpointError
+from card_megatron.config.errors import CheckpointError, UnreadableCheckpoint
 from card_megatron.config.keys import flatten
 
 LEGAL_MODEL_CHANGES = {
@@ -34,13 +34,17 @@ def newest_whole(run_dir: str | Path, *, checksums: bool, say: Callable[[str], N
         raise CheckpointError(f"{folder.checkpoints_of(run_dir)} cannot be listed: {'; '.join(problems)}")
     for name in names:
         checkpoint = folder.checkpoints_of(run_dir) / name
-        manifest, problem = None, None
+        manifest, problem, blocked = None, None, None
         try:
             manifest = read_manifest(checkpoint)
             mine = list(manifest.files)[dist.get_rank() :: dist.get_world_size()]
             problem = "; ".join(problems_of(checkpoint, manifest, mine, checksums=checksums)) or None
+        except UnreadableCheckpoint as error:
+            blocked = str(error)
         except CheckpointError as error:
             problem = str(error)
+        if said := problems_on_all_ranks(blocked):
+            raise UnreadableCheckpoint("; ".join(said))  # it may be whole: neither passed over nor set aside
         found = problems_on_all_ranks(problem)
         if not found and manifest is not None:
             on_first_rank(functools.partial(_correct_latest, checkpoint))

@@ -16,6 +16,7 @@ from card_megatron.config.derived import (
 )
 from card_megatron.config.load import config_parser, dump_yaml, load_config, rank_count
 from card_megatron.config.schema import RunConfig
+from card_megatron.data.tokenizers import BYTES
 from card_megatron.platform import capabilities, install, ranks_from_environment
 from card_megatron.platform.ranks import Ranks
 from card_megatron.training.preflight import preflight
@@ -42,7 +43,8 @@ def run(arguments: Sequence[str]) -> None:
 def tokenizer_is_elsewhere(config: RunConfig) -> bool:
     """True on a laptop that looks at a cluster's run: the vocabulary is known without its tokenizer's file."""
     tokenizer = config.data.tokenizer
-    return bool(tokenizer and config.model.vocab_size and not config.data.mock and not Path(tokenizer).is_file())
+    here = tokenizer == BYTES or Path(tokenizer or "").exists()
+    return bool(tokenizer and config.model.vocab_size and not config.data.mock and not here)
 
 
 def check_without_tokenizer(config: RunConfig, world_size: int) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from card_megatron.commands.data_views import add_views
 from card_megatron.config.errors import ConfigError
@@ -36,6 +36,9 @@ def run(arguments: Sequence[str]) -> None:
     train.add_argument("--output", type=Path, required=True, help="the .model file to write")
     train.add_argument("--vocab-size", type=int, default=8192, help="pieces, special ones included (default: 8192)")
     train.add_argument("--model-type", choices=["bpe", "unigram"], default="bpe", help="default: bpe")
+    train.add_argument(
+        "--sample-lines", type=int, default=5_000_000, help="lines drawn at random to train on (default: 5,000,000)"
+    )
     train.set_defaults(function=train_tokenizer)
     mask = actions.add_parser("add-mask", help="copy a tokenizer that has no [MASK], with one as its last id")
     mask.add_argument("source", type=Path, help=TOKENIZER)
@@ -71,7 +74,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _add_inputs(parser: argparse.ArgumentParser) -> None:
-    about = ".jsonl (also .gz, .zst; a document a line), .parquet and text files, directories, patterns; - is stdin"
+    about = ".jsonl (a document a line; also .gz, .zst), .parquet, text files, folders, patterns; - is stdin (.jsonl)"
     parser.add_argument("inputs", nargs="+", help=about)
     parser.add_argument("--text-key", default="text", help="field or column that holds the text (default: text)")
 
@@ -84,9 +87,15 @@ def write_python_docs(options: argparse.Namespace) -> None:
 
 
 def train_tokenizer(options: argparse.Namespace) -> None:
-    found = read_all(options.inputs, options.text_key, ReadOptions.max_document_bytes)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    spool = options.output.with_name(options.output.name + ".stdin.jsonl")
+    inputs = [_spooled(spool) if entry == "-" else entry for entry in options.inputs]
+    found = read_all(inputs, options.text_key, ReadOptions.max_document_bytes)
     documents = _with_progress(_good(found), "reading")
-    path = train_sentencepiece(documents, options.output, options.vocab_size, options.model_type)
+    path = train_sentencepiece(
+        documents, options.output, options.vocab_size, options.model_type, most_lines=options.sample_lines
+    )
+    spool.unlink(missing_ok=True)
     tokenizer = load_tokenizer(path)
     print(f"{path}: {tokenizer.vocab_size:,} pieces, [MASK] is {tokenizer.mask}, end of document {tokenizer.eod}")
 
@@ -118,8 +127,15 @@ def build_files(options: argparse.Namespace) -> None:
         if done:
             print(f"going on with a build of which {done / max(plan.bytes, 1):.0%} is done", file=sys.stderr)
 
+    def report(manifest: dict[str, Any]) -> None:
+        bar.close()
+        print(f"{options.output}.bin/.idx: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens")
+        if manifest["problems"]:
+            counts = ", ".join(f"{count:,} x {what}" for what, count in manifest["problems"].items())
+            print(f"skipped: {counts}; each is named in {options.output}.problems.jsonl")
+
     with bar:
-        manifest = build(
+        build(
             inputs,
             options.output,
             options.tokenizer,
@@ -130,14 +146,9 @@ def build_files(options: argparse.Namespace) -> None:
             shard_bytes=options.shard_bytes,
             progress=bar.update,
             announce=announce,
+            report=report,
         )
     spool.unlink(missing_ok=True)
-    if options.mpi and int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0"))):
-        return
-    print(f"{options.output}.bin/.idx: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens")
-    if manifest["problems"]:
-        counts = ", ".join(f"{count:,} x {what}" for what, count in manifest["problems"].items())
-        print(f"skipped: {counts}; each is named in {options.output}.problems.jsonl")
 
 
 def _spooled(path: Path) -> str:

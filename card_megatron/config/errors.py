@@ -13,5 +13,9 @@ class CheckpointError(CardError):
     """A checkpoint that cannot be written, read or trusted."""
 
 
+class UnreadableCheckpoint(CheckpointError):
+    """A checkpoint that may be whole, and cannot be judged here: no permission, or another version's."""
+
+
 class RunStopped(CardError):
     """A run that ended itself: bad numbers, a loss spike, a save that failed."""

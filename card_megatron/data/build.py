@@ -75,6 +75,7 @@ def build(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int], object] = lambda size: None,
     announce: Callable[[Plan, int], object] = lambda plan, done: None,
+    report: Callable[[dict[str, Any]], object] = lambda manifest: None,
 ) -> dict[str, Any]:
     """Build PREFIX.bin, .idx and .json; returns the manifest. Under MPI every rank calls this."""
     team = MpiTeam() if mpi else Alone()
@@ -93,7 +94,10 @@ def build(
     with team.failing_at_once():
         for number in _work(plan, mine, folder, tokenizer, tokenizer_name, options, workers):
             progress(sum(piece.bytes for piece in plan.shards[number]))
-    return team.share(lambda: _merge(plan, prefix, folder, tokenizer, tokenizer_name, options))
+    manifest = team.share(lambda: _merge(plan, prefix, folder, tokenizer, tokenizer_name, options))
+    if team.first:
+        report(manifest)
+    return manifest
 
 
 def refuse_output_among(inputs: list[str], prefix: Path) -> None:

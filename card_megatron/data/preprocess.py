@@ -65,20 +65,24 @@ def build_indexed(documents: Iterable[str], tokenizer: Tokenizer, prefix: str | 
     return Built(prefix, documents=len(lengths), tokens=tokens)
 
 
-def refuse_unusable(data: DataConfig, tokenizer: Tokenizer) -> None:
-    """Raise for files of a run that are not there, or were made with another tokenizer than the run's."""
+def refuse_unusable(data: DataConfig, tokenizer: Tokenizer) -> list[str]:
+    """Raise for files that are not there or were made with another tokenizer; returns what could not be checked."""
+    unknown = []
     for entries in (data.train, *data.validation.values(), *data.test.values()):
         for prefix in (entry.split()[-1] for entry in entries):
             for suffix in (".bin", ".idx"):
                 if not Path(prefix + suffix).is_file():
                     raise ConfigError(f"{prefix}{suffix}: no such file; `card data build --output {prefix}` writes it")
             manifest = read_manifest(prefix)
-            if manifest is not None and manifest["tokenizer"]["sha256"] != tokenizer.fingerprint():
+            if manifest is None:
+                unknown.append(f"{prefix} has no {prefix}.json: that data.tokenizer made it could not be checked")
+            elif manifest["tokenizer"]["sha256"] != tokenizer.fingerprint():
                 raise ConfigError(
                     f"{prefix} was made with another tokenizer ({manifest['tokenizer']['name']}, sha256 "
                     f"{manifest['tokenizer']['sha256'][:12]}…) than data.tokenizer={data.tokenizer} "
                     f"({tokenizer.fingerprint()[:12]}…): its ids mean other text; build it again, or use that tokenizer"
                 )
+    return unknown
 
 
 def count_tokens(prefix: str) -> int:

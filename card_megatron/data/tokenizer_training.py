@@ -13,7 +13,12 @@ LONGEST_SENTENCE = 4000
 
 
 def train_sentencepiece(
-    texts: Iterable[str], output: str | Path, vocab_size: int, model_type: str = "bpe", threads: int = 2
+    texts: Iterable[str],
+    output: str | Path,
+    vocab_size: int,
+    model_type: str = "bpe",
+    threads: int = 2,
+    most_lines: int = 5_000_000,
 ) -> Path:
     """Train a BPE or unigram model with byte fallback, [MASK], <s>, </s> and <pad>; nothing is left if it fails."""
     import sentencepiece
@@ -36,11 +41,17 @@ def train_sentencepiece(
             bos_id=1,
             eos_id=2,
             pad_id=3,
+            # a random sample of this size is all that is held in memory, however much text there is
+            input_sentence_size=most_lines,
+            shuffle_input_sentence=True,
             num_threads=threads,
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ConfigError(f"SentencePiece cannot train a vocabulary of {vocab_size}: {error}") from error
+        raise ConfigError(
+            f"SentencePiece cannot train a vocabulary of {vocab_size}: {error}; "
+            "give more text, or a smaller --vocab-size"
+        ) from error
     return _write(Path(output), model.getvalue())
 
 

@@ -17,7 +17,7 @@ from card_megatron.checkpoint.contents import Contents
 from card_megatron.checkpoint.resume import changes, newest_whole, refuse_misfit, same_layout
 from card_megatron.checkpoint.saver import Saver, describe_run
 from card_megatron.config.derived import parameter_count, total_steps
-from card_megatron.config.errors import RunStopped
+from card_megatron.config.errors import CheckpointError, RunStopped
 from card_megatron.training.control import Control, Verdict
 from card_megatron.training.evaluate import evaluate
 from card_megatron.training.guard import Guard
@@ -222,15 +222,15 @@ class Loop:
 
     def stop(self, recorder: Recorder, reason: str) -> dict[str, Any]:
         """Asked to end: the save is done; leave a marker that says why."""
-        found = folder.visible(self.run_dir)
         marker = {
             "reason": reason,
             "step": self.state.step,
-            "checkpoint": str(found[0]) if found else None,
+            "checkpoint": self.newest_path(),
             "time": time.time(),
         }
         self.events("stopped", **marker)
         recorder.write_file(STOPPED, marker)
+        self.refuse_unsaved()
         return {"stopped": reason, "steps": self.state.step, "checkpoint": marker["checkpoint"]}
 
     def finish(self, recorder: Recorder) -> dict[str, Any]:
@@ -250,8 +250,21 @@ class Loop:
             "validation_before": self.validations["before"],
             "validation_after": self.validations["after"],
             "test": self.evaluate(state.datasets.test, "test") if state.datasets.test else None,
-            "checkpoint": str(folder.final_path(self.run_dir, state.step)),
+            "checkpoint": self.newest_path(),
         }
         self.events("finished", step=state.step)
         recorder.finish(summary)
+        self.refuse_unsaved()
         return summary
+
+    def newest_path(self) -> str | None:
+        found = folder.visible(self.run_dir)
+        return str(found[0]) if found else None
+
+    def refuse_unsaved(self) -> None:
+        """A run that ends without its last step on disk did not end well, whatever the reason."""
+        if not folder.final_path(self.run_dir, self.state.step).exists():
+            raise CheckpointError(
+                f"step {self.state.step}, the last one, could not be saved (RUN_DIR/events.jsonl says why); the newest "
+                f"checkpoint is {self.newest_path()}. Make room, then start the same command again"
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from card_megatron.config.checks import check
@@ -21,6 +21,8 @@ class Plan:
     ranks: Ranks
     tokenizer: Tokenizer
     transformer_config: Any
+    notes: list[str] = field(default_factory=list)
+    """What could not be checked, for the log."""
 
 
 def preflight(config: RunConfig, ranks: Ranks, *, with_data: bool = True) -> Plan:
@@ -37,9 +39,8 @@ def preflight(config: RunConfig, ranks: Ranks, *, with_data: bool = True) -> Pla
         transformer_engine=machine.transformer_engine is not None,
     )
     assert tokenizer is not None, "check() demands a tokenizer or mock data"
-    if with_data:
-        refuse_unusable(config.data, tokenizer)
-    return Plan(config, ranks, tokenizer, build_transformer_config(config))
+    notes = refuse_unusable(config.data, tokenizer) if with_data else []
+    return Plan(config, ranks, tokenizer, build_transformer_config(config), notes)
 
 
 def resolve_vocabulary(config: RunConfig) -> tuple[RunConfig, Tokenizer | None]:

@@ -83,6 +83,8 @@ def train_in_group(plan: Plan, watchdog: Watchdog, console: bool = True) -> dict
     recorder: Recorder | None = None
     events = Events(run_dir, first, say)
     loop = Loop(state, events, watchdog)
+    for note in plan.notes:
+        say(note)
     events("started", ranks=plan.ranks.world_size)
     resumed_at = loop.resume(say)
     if first:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import io
+import json
 import multiprocessing
 import os
 import time
@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from card_megatron.checkpoint import folder, saver, writer
+from card_megatron.checkpoint import files, folder, saver, writer
 from card_megatron.config.errors import CheckpointError
 from card_megatron.training.state import TrainState
 from tests.checkpoints import (
@@ -70,7 +70,7 @@ def test_or_the_run_stops_where_that_is_asked(train, gate, tmp_path, failure):
     assert_all_whole(tmp_path / "run")
 
 
-def test_a_disk_that_fills_up_at_the_last_file(train, monkeypatch):
+def test_a_disk_that_fills_up_at_the_last_file(train, tmp_path, monkeypatch):
     """The shards are written; Megatron's metadata, which rank 0 writes last but one, finds no room."""
 
     class Full(writer.Writing):
@@ -81,9 +81,12 @@ def test_a_disk_that_fills_up_at_the_last_file(train, monkeypatch):
 
     monkeypatch.setattr(saver, "Writing", Full)
     try:
-        run_dir = train(EVERY_2, after=lambda state: limit_file_size(None))
+        with pytest.raises(CheckpointError, match=r"step 6, the last one, could not be saved .*is None\. Make room"):
+            train(EVERY_2, after=lambda state: limit_file_size(None))
     finally:
         limit_file_size(None)
+    run_dir = tmp_path / "run"
+    assert json.loads((run_dir / "summary.json").read_text())["checkpoint"] is None
     assert steps_in(run_dir, "save_failed") == [2, 4, 6] and steps_of(run_dir) == []
     assert events(run_dir, "save_failed")[0]["problems"] == ["File too large"]
 
@@ -108,15 +111,30 @@ def test_no_process_for_a_writer(train, monkeypatch):
 def test_no_place_for_checkpoints(train, tmp_path, reaction):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("in the way")
-    with (
-        contextlib.nullcontext()
-        if reaction == "continue"
-        else pytest.raises(CheckpointError, match="no checkpoint yet")
-    ):
+    said = "the last one, could not be saved" if reaction == "continue" else "no checkpoint yet"
+    with pytest.raises(CheckpointError, match=said):
         train(EVERY_2, f"--checkpoint.on_save_error={reaction}")
     failed = events(tmp_path / "run", "save_failed")
     assert [line["step"] for line in failed] == ([2, 4, 6] if reaction == "continue" else [2])
     assert str(tmp_path / "run" / "checkpoints") in failed[0]["problems"][0]
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+@pytest.mark.parametrize("operation", ["make", "write", "rename"])
+def test_a_disk_that_refuses_anything_leaves_the_last_checkpoint_alone(train, monkeypatch, operation, number):
+    """Root may write everywhere: the answers of a read-only or forbidden directory are given in its place."""
+    steps = []
+
+    def refuse(doing, path, source=None):
+        if doing == operation and steps[-1] == 4:
+            raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(files, "step", refuse)
+    run_dir = train("--checkpoint.async_save=false", EVERY_2, after=lambda state: steps.append(state.step))
+    (failed,) = events(run_dir, "save_failed")
+    assert failed["step"] == 4 and os.strerror(number) in failed["problems"][0]
+    assert steps_of(run_dir) == [6, 2]
+    assert_all_whole(run_dir)
 
 
 # ---------------------------------------------------------------- writer processes

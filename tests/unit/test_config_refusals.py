@@ -220,7 +220,7 @@ def test_a_tokenizer_without_mask_is_refused(tmp_path):
             vocab_size=12,
             minloglevel=2,
         )
-    with pytest.raises(ConfigError, match=r"plain\.model has no \[MASK\] piece.*train one with `card data tokenizer`"):
+    with pytest.raises(ConfigError, match=r"plain\.model has no \[MASK\], .*`card data tokenizer add-mask .*plain\.model OUTPUT`"):
         preflight(load(f"files={tmp_path}/plain.model; data.train=x"), Ranks())
     assert not torch.distributed.is_initialized()
 
@@ -230,7 +230,7 @@ def test_the_vocabulary_is_the_tokenizers_unless_a_larger_one_is_asked_for(corpu
     assert preflight(tiny_config(corpus, tmp_path, "--model.vocab_size=600"), Ranks()).config.model.vocab_size == 600
     with pytest.raises(ConfigError, match=r"model\.vocab_size=400 is smaller than the 500 pieces of .*; raise it"):
         preflight(tiny_config(corpus, tmp_path, "--model.vocab_size=400"), Ranks())
-    with pytest.raises(ConfigError, match=r"nowhere: no such file; `card data tokenizer` trains one"):
+    with pytest.raises(ConfigError, match=r"nowhere: no such file; `card data tokenizer train` trains one"):
         preflight(tiny_config(corpus, tmp_path, "--data.tokenizer=nowhere"), Ranks())
 
 
