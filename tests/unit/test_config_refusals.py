@@ -220,7 +220,9 @@ def test_a_tokenizer_without_mask_is_refused(tmp_path):
             vocab_size=12,
             minloglevel=2,
         )
-    with pytest.raises(ConfigError, match=r"plain\.model has no \[MASK\], .*`card data tokenizer add-mask .*plain\.model OUTPUT`"):
+    with pytest.raises(
+        ConfigError, match=r"plain\.model has no \[MASK\], .*`card data tokenizer add-mask .*plain\.model OUTPUT`"
+    ):
         preflight(load(f"files={tmp_path}/plain.model; data.train=x"), Ranks())
     assert not torch.distributed.is_initialized()
 
