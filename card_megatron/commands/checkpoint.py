@@ -110,7 +110,8 @@ def tensors_of(checkpoint: Path) -> list[tuple[str, Sequence[int], str]]:
 
 def layout_of(manifest: Manifest) -> str:
     sizes = [f"{name} {size}" for name, size in manifest.layout.items() if name != "world_size" and size > 1]
-    return f"{manifest.layout['world_size']} ranks" + (f" ({', '.join(sizes)})" if sizes else "")
+    count = manifest.layout["world_size"]
+    return f"{count} rank{'s' * (count > 1)}" + (f" ({', '.join(sizes)})" if sizes else "")
 
 
 def megabytes(count: int) -> str:

@@ -71,6 +71,7 @@ NO_NEWS = (
     "Apex is not installed",
     "full scope is deprecated",
     "The .grad attribute of a Tensor that is not a leaf",
+    "When using async grad allreduce it is recommended",
     "Please use DTensor instead",
     "`load_state_dict` is deprecated and will be removed",
     "`torch.distributed.(reduce_scatter|all_gather)_.*` is deprecated",

@@ -253,6 +253,7 @@ class Loop:
             "checkpoint": self.newest_path(),
         }
         self.events("finished", step=state.step)
+        recorder.say(f"finished at step {state.step:,}: {summary['checkpoint']}")
         recorder.finish(summary)
         self.refuse_unsaved()
         return summary

@@ -11,10 +11,11 @@ from typing import IO, Any
 
 import torch
 
+from card_megatron.config.derived import parameter_count, total_steps
 from card_megatron.config.errors import ConfigError
 from card_megatron.config.load import dump_yaml
 from card_megatron.config.schema import RunConfig
-from card_megatron.platform import Ranks
+from card_megatron.platform import Ranks, capabilities
 from card_megatron.training.preflight import Plan, preflight
 from card_megatron.training.watchdog import Watchdog
 
@@ -35,6 +36,16 @@ def train_run(config: RunConfig, ranks: Ranks, console: bool = True) -> dict[str
         parallel_state.destroy_model_parallel()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def opening_line(plan: Plan) -> str:
+    """What is about to run, and where."""
+    config, ranks = plan.config, plan.ranks.world_size
+    tokens = config.train.global_batch_size * config.data.sequence_length
+    return (
+        f"{config.run_dir}: {config.objective.name}, {parameter_count(config.model):,} parameters, {total_steps(config):,} "
+        f"steps of {tokens:,} tokens, on {ranks} rank{'s' * (ranks > 1)} ({capabilities().device})"
+    )
 
 
 def hold(run_dir: str) -> IO[str]:
@@ -83,6 +94,7 @@ def train_in_group(plan: Plan, watchdog: Watchdog, console: bool = True) -> dict
     recorder: Recorder | None = None
     events = Events(run_dir, first, say)
     loop = Loop(state, events, watchdog)
+    say(opening_line(plan))
     for note in plan.notes:
         say(note)
     events("started", ranks=plan.ranks.world_size)

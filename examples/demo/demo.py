@@ -128,7 +128,7 @@ def report(demo: Demo) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="where to work (default: runs/demo)")
-    parser.add_argument("--steps", type=int, default=2400, help="training steps of 1,024 tokens (default: 2400)")
+    parser.add_argument("--steps", type=int, default=2000, help="training steps of 1,024 tokens (default: 2000)")
     parser.add_argument("--vocab-size", type=int, default=2048, help="size of the tokenizer (default: 2048)")
     options = parser.parse_args()
     machine = capabilities()

@@ -25,7 +25,7 @@ def test_card_checkpoint_list(interrupted, tmp_path, capsys):
     os.truncate(folder.final_path(interrupted, 2) / MANIFEST, 10)
     assert card("list", interrupted) is None
     _, newest, damaged = capsys.readouterr().out.splitlines()
-    assert re.match(r"step_000004 +32 +1\.\d MB .* 1 ranks  latest$", newest)
+    assert re.match(r"step_000004 +32 +1\.\d MB .* 1 rank  latest$", newest)
     assert damaged.startswith("step_000002") and "cannot be read" in damaged
     assert "has no checkpoints" in (card("list", tmp_path / "nowhere") or "")
 
