@@ -41,10 +41,11 @@ def train_run(config: RunConfig, ranks: Ranks, console: bool = True) -> dict[str
 def opening_line(plan: Plan) -> str:
     """What is about to run, and where."""
     config, ranks = plan.config, plan.ranks.world_size
+    parameters, steps = parameter_count(config.model), total_steps(config)
     tokens = config.train.global_batch_size * config.data.sequence_length
     return (
-        f"{config.run_dir}: {config.objective.name}, {parameter_count(config.model):,} parameters, {total_steps(config):,} "
-        f"steps of {tokens:,} tokens, on {ranks} rank{'s' * (ranks > 1)} ({capabilities().device})"
+        f"{config.run_dir}: {config.objective.name}, {parameters:,} parameters, {steps:,} steps of {tokens:,} tokens, "
+        f"on {ranks} rank{'s' * (ranks > 1)} ({capabilities().device})"
     )
 
 
