@@ -362,7 +362,7 @@ def test_every_flipped_byte_of_the_manifest_is_found_or_means_nothing(checkpoint
         (b"7", "cannot be read"),
         (b"{}", "cannot be read"),
         (b'{"format": 1, "files": []}', "cannot be read"),
-        (b'{"format": 99, "pages": []}', f"has format 99; this version reads format {FORMAT}"),
+        (b'{"format": 99, "pages": []}', f"has format 99; this version reads {FORMAT}"),
         (None, "no such file; "),
     ],
 )
