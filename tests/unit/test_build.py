@@ -39,7 +39,6 @@ ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
 SHARD = 20_000
-needs_mpi = pytest.mark.skipif(MPIRUN is None, reason="no mpirun; pip install 'card_megatron[mpi]'")
 
 
 # ---------------------------------------------------------------- the same text, its right bytes, and ways to build it
@@ -89,6 +88,7 @@ def pair(prefix: Path | str) -> tuple[bytes, bytes]:
 
 
 def command(inputs, prefix, tokenizer, *options, ranks: int = 0, shard_bytes: int = SHARD) -> list[str]:
+    assert MPIRUN or not ranks, "no mpirun: `make env` installs one"
     launch = [MPIRUN, "--oversubscribe", "-n", ranks] if ranks else []
     options = (*options, "--mpi") if ranks else options
     build = [sys.executable, "-m", "card_megatron", "data", "build", *inputs, "--output", prefix]
@@ -130,7 +130,6 @@ def test_any_number_of_workers_gives_the_same_bytes(tmp_path, inputs, model, rig
     assert pair(tmp_path / "out") == right
 
 
-@needs_mpi
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (2, 2), (4, 1)])
 def test_any_number_of_ranks_gives_the_same_bytes(tmp_path, inputs, model, right, ranks, workers):
     result = run(command(inputs, tmp_path / "out", model, "--workers", workers, ranks=ranks))
@@ -185,9 +184,7 @@ def kill_all(process: psutil.Popen) -> None:
     psutil.wait_procs(members, timeout=60)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "workers"), [(0, 1), (0, 3), pytest.param(3, 1, marks=needs_mpi)], ids=["alone", "workers", "mpi"]
-)
+@pytest.mark.parametrize(("ranks", "workers"), [(0, 1), (0, 3), (3, 1)], ids=["alone", "workers", "mpi"])
 def test_a_killed_build_goes_on_to_the_same_bytes(tmp_path, long_input, model, right_of_long, ranks, workers):
     rng, prefix = random.Random(ranks * 10 + workers), tmp_path / "out"
     arguments = command([long_input], prefix, model, "--workers", workers, ranks=ranks, shard_bytes=60_000)
@@ -369,7 +366,7 @@ def test_what_is_no_document_is_skipped_counted_and_listed(tmp_path, capsys):
     assert not Path(f"{tmp_path}/out.problems.jsonl").exists(), "not of this build"
 
 
-@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=needs_mpi)])
+@pytest.mark.parametrize("ranks", [0, 2])
 def test_a_build_that_stopped_can_go_on_without_what_stopped_it(tmp_path, ranks):
     (tmp_path / "bad.jsonl").write_bytes(BAD)
     arguments = command([tmp_path / "bad.jsonl"], tmp_path / "out", "bytes", ranks=ranks, shard_bytes=30)
@@ -408,7 +405,6 @@ def test_standard_input_is_an_input(tmp_path, inputs, texts, model, right):
     assert pair(tmp_path / "out") == right
 
 
-@needs_mpi
 def test_ranks_that_do_not_find_each_other_are_refused(tmp_path, inputs):
     environment = {**ENVIRONMENT, "OMPI_COMM_WORLD_SIZE": "4"}
     result = run([*command(inputs, tmp_path / "out", "bytes"), "--mpi"], env=environment)
@@ -416,7 +412,6 @@ def test_ranks_that_do_not_find_each_other_are_refused(tmp_path, inputs):
     assert "--mpi: 4 processes were started, but each is alone" in result.stderr
 
 
-@needs_mpi
 def test_a_refusal_under_mpi_is_shown_once_and_ends_all_ranks(tmp_path, inputs):
     for arguments in (
         command(inputs, tmp_path / "out", tmp_path / "none.model", ranks=2),
