@@ -11,7 +11,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -92,10 +95,26 @@ def load(contents: Contents, checkpoint: Path, *, same_layout: bool, has_ema: bo
     return loaded["progress"]
 
 
-def _load(wanted: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+def load_weights(model: list[Any], checkpoint: Path, prefix: str = "") -> None:
+    """Put the weights of a checkpoint of any layout into a model. All ranks must call this.
+
+    `prefix` stands before their names in the checkpoint, as it does for averaged weights.
+    """
+    wanted = weights_of(model)
+    shards, _ = extract_sharded_tensors_and_factories(wanted)
+    for shard in nested_values(shards):
+        shard.key = prefix + shard.key
+    loaded, _, not_there = _load(wanted, checkpoint, strict=StrictHandling.RETURN_ALL)
+    # Transformer Engine's FP8 state: a checkpoint of local layers has none, and the weights do without
+    if lacking := sorted(name for name in not_there if "_extra_state" not in name):
+        raise CheckpointError(f"{checkpoint} lacks {', '.join(lacking)}, which this model has")
+    _load_into(model, loaded)
+
+
+def _load(wanted: dict[str, Any], checkpoint: Path, **options: Any) -> Any:
     try:
         # a rank asks only for the averages that it has a part of: Megatron's check wants rank 0 to ask for everything
-        return dist_checkpointing.load(wanted, str(checkpoint), validate_access_integrity=False)
+        return dist_checkpointing.load(wanted, str(checkpoint), validate_access_integrity=False, **options)
     except CheckpointException as error:  # torch's, of all ranks; no Exception
         failures = [f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items()]
         raise CheckpointError(f"{checkpoint} does not load: {'; '.join(failures)}") from error
@@ -105,7 +124,9 @@ def _load(wanted: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
 
 def _load_into(model: list[Any], loaded: dict[str, Any]) -> None:
     for name, chunk in _named_chunks(model).items():
-        chunk.load_state_dict(loaded[name])
+        problems = chunk.load_state_dict(loaded[name], strict=False)
+        if lacking := [key for key in problems.missing_keys if "_extra_state" not in key] + problems.unexpected_keys:
+            raise CheckpointError(f"weights that do not fit the model: {', '.join(lacking)}")
 
 
 def _named_chunks(model: list[Any]) -> dict[str, Any]:

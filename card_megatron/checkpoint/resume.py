@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from card_megatron.checkpoint.agree import on_first_rank, problems_on_all_ranks
 from card_megatron.checkpoint.manifest import Manifest, problems_of, read_manifest
 from card_megatron.config.errors import CheckpointError, UnreadableCheckpoint
 from card_megatron.config.keys import flatten
+from card_megatron.config.schema import RunConfig
 
 LEGAL_MODEL_CHANGES = {
     *("model.init", "model.spec", "model.hidden_dropout", "model.attention_dropout", "model.init_method_std"),
@@ -67,30 +69,44 @@ def _correct_latest(checkpoint: Path) -> None:
 
 def refuse_misfit(config: dict[str, Any], manifest: Manifest, checkpoint: Path) -> None:
     """Raise with every field that makes the checkpoint another model's or another data order's."""
-    theirs, ours = dict(flatten(manifest.config)), dict(flatten(config))
-    wrong = [
-        f"{key}: checkpoint {theirs.get(key)!r}, run {value!r}"
-        for key, value in ours.items()
-        if theirs.get(key) != value
-        and ((key.startswith("model.") and key not in LEGAL_MODEL_CHANGES) or key in SAME_DATA)
-    ]
-    if wrong:
+    if wrong := _differences(config, manifest, lambda key: _shapes_model(key) or key in SAME_DATA):
         raise CheckpointError(
             f"{checkpoint} does not fit this run:\n  - "
-            + "\n  - ".join(wrong)
+            + "\n  - ".join(f"{key}: checkpoint {theirs!r}, run {ours!r}" for key, theirs, ours in wrong)
             + "\nset these back, or choose another run_dir to start anew"
         )
 
 
+def refuse_other_model(config: dict[str, Any], manifest: Manifest, checkpoint: Path) -> None:
+    """Raise with every field that makes the checkpoint's weights another model's."""
+    if wrong := _differences(config, manifest, _shapes_model):
+        raise CheckpointError(
+            f"{checkpoint} holds another model than this run's:\n  - "
+            + "\n  - ".join(f"{key}: checkpoint {theirs!r}, run {ours!r}" for key, theirs, ours in wrong)
+            + "\nset these as the checkpoint has them (a checkpoint of `card convert from-hf` brings a run.yaml "
+            "for --config), or choose another checkpoint"
+        )
+
+
+def _shapes_model(key: str) -> bool:
+    return key.startswith("model.") and key not in LEGAL_MODEL_CHANGES
+
+
+def _differences(
+    config: dict[str, Any], manifest: Manifest, matters: Callable[[str], bool]
+) -> list[tuple[str, Any, Any]]:
+    """(field, checkpoint's value, run's value) where they differ; a field that the checkpoint's version did not have
+    had its default."""
+    defaults = dict(flatten(asdict(RunConfig())))
+    theirs, ours = defaults | dict(flatten(manifest.config)), dict(flatten(config))
+    return [(key, theirs.get(key), value) for key, value in ours.items() if theirs.get(key) != value and matters(key)]
+
+
 def changes(config: dict[str, Any], manifest: Manifest) -> list[str]:
     """Other fields that differ from the checkpoint's, which are legal and worth a line in the log."""
-    theirs, ours = dict(flatten(manifest.config)), dict(flatten(config))
     quiet = ("run_dir", "logging.", "checkpoint.", "preset")
-    return [
-        f"{key}: {theirs.get(key)!r} -> {value!r}"
-        for key, value in ours.items()
-        if theirs.get(key) != value and not key.startswith(quiet)
-    ]
+    changed = _differences(config, manifest, lambda key: not key.startswith(quiet))
+    return [f"{key}: {theirs!r} -> {ours!r}" for key, theirs, ours in changed]
 
 
 def same_layout(manifest: Manifest, current: Manifest) -> bool:

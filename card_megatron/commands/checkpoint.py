@@ -9,6 +9,7 @@ from pathlib import Path
 
 from card_megatron.checkpoint import folder
 from card_megatron.checkpoint.manifest import Manifest, problems_of, read_manifest
+from card_megatron.checkpoint.source import resolve
 from card_megatron.config.errors import CheckpointError
 
 
@@ -76,16 +77,6 @@ def verify_checkpoints(path: Path) -> None:
     if problems:
         sys.exit(f"{checkpoint} is damaged:\n  - " + "\n  - ".join(problems))
     print(f"{checkpoint}: {len(manifest.files)} files, {megabytes(manifest.total_bytes)}, all as the manifest says")
-
-
-def resolve(path: Path) -> Path:
-    """A checkpoint, or the newest of a run directory."""
-    if folder.step_of(path) is not None or folder.DAMAGED in path.name:
-        return path
-    found = folder.visible(path)
-    if not found:
-        raise CheckpointError(f"{path} is no checkpoint (step_NNNNNN) and no run directory that has one")
-    return found[0]
 
 
 def tensors_of(checkpoint: Path) -> list[tuple[str, Sequence[int], str]]:

@@ -59,6 +59,14 @@ def _sizes(config: RunConfig) -> Iterator[str]:
         *("recompute_num_layers", "rotary_base"),
     )
     yield from _above_zero(config, "model", "layernorm_epsilon", "init_method_std")
+    if model.rope_scaling is not None:
+        yield from _above_zero(config, "model", "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor")
+        yield from _positive(config, "model", "rope_original_max_position_embeddings")
+        if not model.rope_low_freq_factor < model.rope_high_freq_factor:
+            yield (
+                f"model.rope_low_freq_factor={model.rope_low_freq_factor} must be less than "
+                f"model.rope_high_freq_factor={model.rope_high_freq_factor}"
+            )
     yield from _above_zero(config, "parallel", "distributed_timeout_minutes")
     yield from _positive(
         config,

@@ -76,6 +76,16 @@ def dump_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, width=110)
 
 
+def config_from_tree(tree: dict[str, Any]) -> RunConfig:
+    """A RunConfig from what `dataclasses.asdict` made of one; fields that it does not have yet take their default."""
+    for key, _ in flatten(tree):
+        refuse_unknown(key)
+    hints = typing.get_type_hints(RunConfig)
+    return RunConfig(
+        **{name: hints[name](**value) if is_section(name) else value for name, value in tree.items()},
+    )
+
+
 def _instantiate(parser: ArgumentParser, parsed: Namespace) -> RunConfig:
     built = parser.instantiate(parsed)
     return RunConfig(**{field.name: built[field.name] for field in dataclasses.fields(RunConfig)})

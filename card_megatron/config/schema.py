@@ -44,6 +44,16 @@ class ModelConfig:
     """Base of the rotary position frequencies."""
     rotary_percent: float = 1.0
     """Share of each head that is rotated."""
+    rope_scaling: Optional[Literal["linear", "llama3"]] = None
+    """Stretch rotary positions: all alike (linear), or slow frequencies only, as Llama 3.1 does (llama3)."""
+    rope_scaling_factor: float = 8.0
+    """With rope_scaling: how far positions are stretched."""
+    rope_low_freq_factor: float = 1.0
+    """With llama3: waves longer than rope_original_max_position_embeddings over this are stretched fully."""
+    rope_high_freq_factor: float = 4.0
+    """With llama3: waves shorter than rope_original_max_position_embeddings over this stay as they are."""
+    rope_original_max_position_embeddings: int = 8192
+    """With llama3: the context length before it was stretched."""
     qk_layernorm: bool = False
     """Norm queries and keys of each head (exported as Qwen3)."""
     add_bias_linear: bool = False
@@ -242,6 +252,8 @@ class CheckpointConfig:
     """Checkpoints whose step is a multiple of this are kept for ever."""
     on_save_error: Literal["continue", "stop"] = "continue"
     """A save that fails (full disk, no permission): say so and train on, or stop the run."""
+    init_from: Optional[str] = None
+    """A new run starts from the weights of this checkpoint (`card convert from-hf` makes one), any layout's."""
     verify: bool = True
     """Before resuming, compare every file's checksum with the manifest; false compares sizes only."""
 

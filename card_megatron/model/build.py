@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
 
 from card_megatron.config.derived import padded_vocab_size
-from card_megatron.config.schema import RunConfig
+from card_megatron.config.schema import ModelConfig, RunConfig
 from card_megatron.model.initialize import initialize_keyed
 from card_megatron.model.specs import block_spec, uses_transformer_engine
 from card_megatron.platform import capabilities
@@ -70,7 +71,21 @@ def _build_chunk(config: RunConfig, transformer_config: TransformerConfig, vp_st
         position_embedding_type="rope",
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
+        seq_len_interpolation_factor=model.rope_scaling_factor if model.rope_scaling == "linear" else None,
         vp_stage=vp_stage,
     )
+    if model.rope_scaling == "llama3":
+        stretch_slow_frequencies(chunk.rotary_pos_emb, model)
     chunk.true_vocab_size = model.vocab_size
     return chunk
+
+
+def stretch_slow_frequencies(rotary: RotaryEmbedding, model: ModelConfig) -> None:
+    """Llama 3.1's scaling, by Megatron's own function; GPTModel would pass on the factor alone."""
+    rotary.inv_freq = rotary._apply_scaling(
+        rotary.inv_freq,
+        factor=model.rope_scaling_factor,
+        low_freq_factor=model.rope_low_freq_factor,
+        high_freq_factor=model.rope_high_freq_factor,
+        original_max_position_embeddings=model.rope_original_max_position_embeddings,
+    )

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from card_megatron.checkpoint.optimizer_state import ShardMap, main_shard, model_places, renamed, sharded_like_model
-
-PREFIX = "ema."
-"""Names of averaged weights in a checkpoint: this, then the weight's own."""
+from card_megatron.checkpoint.source import EMA_PREFIX
 
 
 class Ema:
@@ -62,7 +60,7 @@ class Ema:
         """What this rank saves of the average. Every rank must call this."""
         self.maps = self.maps or [ShardMap(part) for part in self.optimizer.chained_optimizers]
         return [
-            sharded_like_model(shard_map, model_state, PREFIX, average.__getitem__)
+            sharded_like_model(shard_map, model_state, EMA_PREFIX, average.__getitem__)
             for shard_map, average in zip(self.maps, self.average, strict=True)
         ]
 
@@ -71,7 +69,7 @@ class Ema:
         places = model_places(model_state)
         return [
             {
-                number: renamed(places[param], PREFIX, torch.empty_like(param.detach(), dtype=torch.float32))
+                number: renamed(places[param], EMA_PREFIX, torch.empty_like(param.detach(), dtype=torch.float32))
                 for number, param in enumerate(average)
             }
             for average in self.average

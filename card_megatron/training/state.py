@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -23,7 +23,7 @@ from card_megatron.data.datasets import CleanDatasets, ObjectiveDataset, build_c
 from card_megatron.data.loader import MicroBatchSampler, micro_batches, reads_data
 from card_megatron.model import build_model
 from card_megatron.objectives import Objective, build_objective
-from card_megatron.platform import init_process_group
+from card_megatron.platform import join_model_parallel
 from card_megatron.training.ema import Ema
 from card_megatron.training.guard import Samples
 from card_megatron.training.preflight import Plan
@@ -75,7 +75,7 @@ class TrainState:
 def build_state(plan: Plan) -> TrainState:
     """Join the ranks and build data, model and optimizer."""
     config, transformer_config = plan.config, plan.transformer_config
-    join_model_parallel(plan)
+    join_model_parallel(plan.ranks, config.parallel, config.seed)
     datasets = build_clean_datasets(config, plan.tokenizer, reads_data)
     model = wrap_data_parallel(config, transformer_config, build_model(config, transformer_config))
     optimizer, scheduler = build_optimizer(config, model)
@@ -93,20 +93,6 @@ def build_state(plan: Plan) -> TrainState:
     )
     connect(state)
     return state
-
-
-def join_model_parallel(plan: Plan) -> None:
-    """The process group, Megatron's groups inside it, and the seeds of dropout."""
-    parallel = plan.config.parallel
-    init_process_group(plan.ranks, timeout_minutes=parallel.distributed_timeout_minutes)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-        expert_model_parallel_size=parallel.expert_model_parallel_size,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(plan.config.seed)
 
 
 def wrap_data_parallel(config: RunConfig, transformer_config: Any, chunks: list[Any]) -> list[Any]:

@@ -14,6 +14,7 @@ FLOORS = [
     {"cli"},
     {"commands"},
     {"training", "evaluation", "convert", "decoding", "launch", "planning", "testing"},
+    {"inference"},
     {"data", "model", "checkpoint"},
     {"objectives", "platform"},
     {"config", "version"},
