@@ -13,6 +13,7 @@ import torch.distributed as dist
 from card_megatron.checkpoint import folder
 from card_megatron.checkpoint.agree import on_first_rank, problems_on_all_ranks
 from card_megatron.checkpoint.manifest import Manifest, problems_of, read_manifest
+from card_megatron.checkpoint.source import Source
 from card_megatron.config.errors import CheckpointError, UnreadableCheckpoint
 from card_megatron.config.keys import flatten
 from card_megatron.config.schema import RunConfig
@@ -69,7 +70,7 @@ def _correct_latest(checkpoint: Path) -> None:
 
 def refuse_misfit(config: dict[str, Any], manifest: Manifest, checkpoint: Path) -> None:
     """Raise with every field that makes the checkpoint another model's or another data order's."""
-    if wrong := _differences(config, manifest, lambda key: _shapes_model(key) or key in SAME_DATA):
+    if wrong := _differences(config, manifest.config, lambda key: _shapes_model(key) or key in SAME_DATA):
         raise CheckpointError(
             f"{checkpoint} does not fit this run:\n  - "
             + "\n  - ".join(f"{key}: checkpoint {theirs!r}, run {ours!r}" for key, theirs, ours in wrong)
@@ -77,9 +78,9 @@ def refuse_misfit(config: dict[str, Any], manifest: Manifest, checkpoint: Path) 
         )
 
 
-def refuse_other_model(config: dict[str, Any], manifest: Manifest, checkpoint: Path) -> None:
+def refuse_other_model(config: dict[str, Any], saved: dict[str, Any], checkpoint: Path) -> None:
     """Raise with every field that makes the checkpoint's weights another model's."""
-    if wrong := _differences(config, manifest, _shapes_model):
+    if wrong := _differences(config, saved, _shapes_model):
         raise CheckpointError(
             f"{checkpoint} holds another model than this run's:\n  - "
             + "\n  - ".join(f"{key}: checkpoint {theirs!r}, run {ours!r}" for key, theirs, ours in wrong)
@@ -88,24 +89,34 @@ def refuse_other_model(config: dict[str, Any], manifest: Manifest, checkpoint: P
         )
 
 
+def refuse_damaged(source: Source, *, checksums: bool) -> None:
+    """Compare a checkpoint's files with its manifest, where it has one. Ranks share the files; all must call this."""
+    if source.manifest is None:
+        return
+    mine = list(source.manifest.files)[dist.get_rank() :: dist.get_world_size()]
+    problems = problems_of(source.path, source.manifest, mine, checksums=checksums)
+    if said := problems_on_all_ranks("; ".join(problems) or None):
+        raise CheckpointError(f"{source.path} is damaged: {'; '.join(said)}")
+
+
 def _shapes_model(key: str) -> bool:
     return key.startswith("model.") and key not in LEGAL_MODEL_CHANGES
 
 
 def _differences(
-    config: dict[str, Any], manifest: Manifest, matters: Callable[[str], bool]
+    config: dict[str, Any], saved: dict[str, Any], matters: Callable[[str], bool]
 ) -> list[tuple[str, Any, Any]]:
     """(field, checkpoint's value, run's value) where they differ; a field that the checkpoint's version did not have
     had its default."""
     defaults = dict(flatten(asdict(RunConfig())))
-    theirs, ours = defaults | dict(flatten(manifest.config)), dict(flatten(config))
+    theirs, ours = defaults | dict(flatten(saved)), dict(flatten(config))
     return [(key, theirs.get(key), value) for key, value in ours.items() if theirs.get(key) != value and matters(key)]
 
 
 def changes(config: dict[str, Any], manifest: Manifest) -> list[str]:
     """Other fields that differ from the checkpoint's, which are legal and worth a line in the log."""
     quiet = ("run_dir", "logging.", "checkpoint.", "preset")
-    changed = _differences(config, manifest, lambda key: not key.startswith(quiet))
+    changed = _differences(config, manifest.config, lambda key: not key.startswith(quiet))
     return [f"{key}: {theirs!r} -> {ours!r}" for key, theirs, ours in changed]
 
 

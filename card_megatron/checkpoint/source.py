@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from card_megatron.checkpoint import folder
+from card_megatron.checkpoint import folder, megatron_lm
 from card_megatron.checkpoint.manifest import Manifest, read_manifest
 from card_megatron.config.errors import CheckpointError
 from card_megatron.config.load import config_from_tree
@@ -35,9 +35,11 @@ class Source:
         return EMA_PREFIX if ema else ""
 
 
-def open_source(path: str | Path) -> Source:
-    """A checkpoint, or the newest of a run directory."""
+def open_source(path: str | Path, vocab_size: int | None = None) -> Source:
+    """A checkpoint, or the newest of a run directory; Megatron-LM's too, which may need the true vocabulary size."""
     checkpoint = resolve(Path(path))
+    if megatron_lm.is_megatron_lm(checkpoint):
+        return Source(checkpoint, megatron_lm.read_config(checkpoint, vocab_size), None)
     manifest = read_manifest(checkpoint)
     return Source(checkpoint, config_from_tree(manifest.config), manifest)
 
@@ -46,6 +48,8 @@ def resolve(path: Path) -> Path:
     """A checkpoint, or the newest of a run directory."""
     if folder.step_of(path) is not None or folder.DAMAGED in path.name or (path / ".metadata").is_file():
         return path
+    if (theirs := megatron_lm.newest_iteration(path)) is not None:
+        return theirs
     found = folder.visible(path)
     if not found:
         raise CheckpointError(f"{path} is no checkpoint (step_NNNNNN) and no run directory that has one")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from card_megatron.config.errors import ConfigError
@@ -18,7 +19,10 @@ Under torchrun each process is a rank; alone, --nproc N starts N of them here.""
 def run(arguments: Sequence[str]) -> None:
     parser = config_parser("card train", DESCRIPTION)
     parser.add_argument("--nproc", type=rank_count, default=1, help="Start this many ranks on this machine.")
+    parser.add_argument("--init-from", help="Short for --checkpoint.init_from.")
     config, options = load_config(arguments, parser)
+    if options.init_from is not None:
+        config = replace(config, checkpoint=replace(config.checkpoint, init_from=options.init_from))
     refuse_unwritable(config.run_dir)
     ranks = ranks_from_environment()
     if options.nproc > 1 and ranks.world_size == 1:

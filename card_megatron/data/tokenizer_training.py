@@ -12,6 +12,10 @@ from card_megatron.data.tokenizers import END_PIECES, MASK_PIECE, read_gpt2, rea
 LONGEST_SENTENCE = 4000
 
 
+class HasMask(ConfigError):
+    """A tokenizer that needs no [MASK]."""
+
+
 def train_sentencepiece(
     texts: Iterable[str],
     output: str | Path,
@@ -73,11 +77,23 @@ def add_mask(source: str | Path, output: str | Path) -> Path:
         return _write(output, _sentencepiece_with_mask(source))
     backend = read_gpt2(source) if source.is_dir() else read_huggingface(source)
     if backend.token_to_id(MASK_PIECE) is not None:
-        raise ConfigError(f"tokenizer {source} has {MASK_PIECE} already: use it as it is")
+        raise HasMask(f"tokenizer {source} has {MASK_PIECE} already: use it as it is")
     backend.add_special_tokens([MASK_PIECE])
     if not any(backend.token_to_id(piece) is not None for piece in END_PIECES):
         backend.add_special_tokens([END_PIECES[0]])
     return _write(output, backend.to_str(pretty=True).encode())
+
+
+def copy_with_mask(source: str | Path, folder: Path) -> tuple[Path, bool]:
+    """A copy in a folder, with a [MASK] in any case; True where the source had none."""
+    source = tokenizer_path(source)
+    json = source.is_dir() or source.suffix == ".json"
+    output = folder / ("tokenizer.json" if json else "tokenizer.model")
+    try:
+        return add_mask(source, output), True
+    except HasMask:
+        data = read_gpt2(source).to_str(pretty=True).encode() if source.is_dir() else source.read_bytes()
+        return _write(output, data), False
 
 
 def _sentencepiece_with_mask(source: Path) -> bytes:
@@ -89,7 +105,7 @@ def _sentencepiece_with_mask(source: Path) -> bytes:
     except Exception as error:  # protobuf's own kind, which differs between its versions
         raise ConfigError(f"tokenizer {source} is not a SentencePiece model: {error}") from error
     if any(piece.piece == MASK_PIECE for piece in model.pieces):
-        raise ConfigError(f"tokenizer {source} has {MASK_PIECE} already: use it as it is")
+        raise HasMask(f"tokenizer {source} has {MASK_PIECE} already: use it as it is")
     model.pieces.add(piece=MASK_PIECE, score=0.0, type=protocol.ModelProto.SentencePiece.CONTROL)
     model.trainer_spec.vocab_size = len(model.pieces)
     return model.SerializeToString()

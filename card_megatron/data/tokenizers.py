@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from card_megatron.config.errors import ConfigError
+from card_megatron.config.schema import RunConfig
 
 MASK_PIECE = "[MASK]"
 END_PIECES = ("<|endoftext|>", "</s>", "<eos>", "[EOS]", "[SEP]")
@@ -160,6 +161,22 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     if path.suffix == ".json":
         return HuggingFaceTokenizer(path, read_huggingface(path), [path])
     return SentencePieceTokenizer(path)
+
+
+def tokenizer_of(config: RunConfig, override: str | None = None) -> Tokenizer | None:
+    """The tokenizer of a run that was trained elsewhere, perhaps; None for one on mock data."""
+    name = override or config.data.tokenizer
+    if name is None:
+        return None
+    if name != BYTES and not Path(name).exists():
+        raise ConfigError(f"tokenizer {name}, which the run was trained with, is not there; give its path: --tokenizer")
+    tokenizer = load_tokenizer(name)
+    if config.model.vocab_size is not None and tokenizer.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"tokenizer {name} has {tokenizer.vocab_size} pieces and the model {config.model.vocab_size} rows; "
+            "give the tokenizer that the model was trained with: --tokenizer"
+        )
+    return tokenizer
 
 
 def tokenizer_path(name: str | Path) -> Path:

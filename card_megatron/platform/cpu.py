@@ -125,6 +125,11 @@ def _itself(self, *args, **kwargs):
 
 
 def _answer_device_names() -> None:
+    # `with torch.device(...)` knows the factories by identity and looks them up once: let it find the real ones.
+    # Else models that transformers builds on the meta device keep uninitialised rotary frequencies, without a word.
+    from torch.utils._device import _device_constructors
+
+    _device_constructors()
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     for kind in (torch.Tensor, torch.nn.Module):

@@ -14,8 +14,16 @@ from card_megatron.checkpoint import contents as checkpoint_contents
 from card_megatron.checkpoint import folder
 from card_megatron.checkpoint.agree import on_first_rank
 from card_megatron.checkpoint.contents import Contents
-from card_megatron.checkpoint.resume import changes, newest_whole, refuse_misfit, same_layout
+from card_megatron.checkpoint.resume import (
+    changes,
+    newest_whole,
+    refuse_damaged,
+    refuse_misfit,
+    refuse_other_model,
+    same_layout,
+)
 from card_megatron.checkpoint.saver import Saver, describe_run
+from card_megatron.checkpoint.source import open_source
 from card_megatron.config.derived import parameter_count, total_steps
 from card_megatron.config.errors import CheckpointError, RunStopped
 from card_megatron.training.control import Control, Verdict
@@ -53,6 +61,8 @@ class Loop:
         """Go on from the newest whole checkpoint; returns its step, or None for a new run."""
         found = newest_whole(self.run_dir, checksums=self.config.checkpoint.verify, say=say)
         if found is None:
+            if self.config.checkpoint.init_from is not None:
+                self.start_from(self.config.checkpoint.init_from, say)
             return None
         checkpoint, manifest = found
         config = dataclasses.asdict(self.config)
@@ -73,6 +83,18 @@ class Loop:
             say("the checkpoint has no averaged weights: the average starts from its weights")
             self.state.ema.restart()
         return self.state.step
+
+    def start_from(self, path: str, say: Callable[[str], None]) -> None:
+        """Take another checkpoint's weights, and nothing else of it: this is a new run."""
+        source = open_source(path, self.config.model.vocab_size)
+        refuse_other_model(dataclasses.asdict(self.config), dataclasses.asdict(source.config), source.path)
+        refuse_damaged(source, checksums=self.config.checkpoint.verify)
+        checkpoint_contents.load_weights(self.state.model, source.path)
+        self.state.optimizer.reload_model_params()
+        if self.state.ema is not None:
+            self.state.ema.restart()
+        self.events("initialised", checkpoint=str(source.path))
+        say(f"weights of {source.path}")
 
     def take(self, progress: dict[str, Any]) -> None:
         """Go back to where a checkpoint was saved."""

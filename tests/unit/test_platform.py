@@ -285,3 +285,10 @@ def test_ranks_come_from_torchrun_or_this_process_is_alone():
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0"}
     assert ranks_from_environment(torchrun) == Ranks(rank=5, world_size=8, local_rank=1)
     assert ranks_from_environment({}) == Ranks(rank=0, world_size=1, local_rank=0)
+
+
+def test_a_device_context_still_reaches_the_factories():
+    """transformers builds models on the meta device; a factory that ignores it leaves buffers uninitialised."""
+    with torch.device("meta"):
+        assert {torch.empty(2).device.type, torch.arange(3).device.type, torch.ones(1).device.type} == {"meta"}
+    assert torch.empty(2).device.type == "cpu"

@@ -1,0 +1,1 @@
+"""Checkpoints out of Megatron-Core into a Hugging Face folder, and back."""

@@ -1,0 +1,215 @@
+"""A Hugging Face folder of the Llama family -> a checkpoint that any layout starts from, a tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from card_megatron.checkpoint.manifest import MANIFEST, Manifest, describe_file
+from card_megatron.checkpoint.source import open_source
+from card_megatron.config.derived import parameter_count
+from card_megatron.config.errors import CheckpointError, ConfigError
+from card_megatron.config.schema import DataConfig, ModelConfig, PrecisionConfig, RunConfig
+from card_megatron.convert.dcp_folder import write_checkpoint
+from card_megatron.convert.hf_config import from_hf_config
+from card_megatron.convert.mapping import Sizes, Weight, refuse_misfits, weights_of
+from card_megatron.convert.output import whole_folder
+from card_megatron.convert.safetensors_folder import INDEX
+from card_megatron.convert.to_hf import TORCH_DTYPES, name_of
+from card_megatron.convert.verify import Comparison, compare
+from card_megatron.data.tokenizer_training import copy_with_mask
+from card_megatron.data.tokenizers import gpt2_files, load_tokenizer
+
+RUN_FILE = "run.yaml"
+"""In the output: the fields that a run which starts from it needs."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was written, and what was added."""
+
+    model: ModelConfig
+    mask: int | None
+    mask_is_new: bool
+    new_rows: int
+    """Rows that the embedding gained."""
+    comparison: Comparison | None
+
+
+def from_hf(
+    source: Path,
+    output: Path,
+    *,
+    tokenizer: str | None = None,
+    dtype: str | None = None,
+    verify: bool = True,
+    force: bool = False,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+    say: Callable[[str], object] = print,
+) -> Imported:
+    """Write OUTPUT, whole or not at all. A tokenizer without [MASK] gets one, and the model a row for it."""
+    hf_config = read_json(source / "config.json")
+    theirs = from_hf_config(hf_config)
+    assert theirs.vocab_size is not None
+    with ExitStack() as stack, whole_folder(output, force=force) as folder:
+        tensors = Tensors(source, stack)
+        if "Qwen2ForCausalLM" in hf_config["architectures"]:
+            tensors.zeros = {name: (theirs.hidden_size,) for name in output_biases(theirs)}
+        refuse_misfits(
+            [name for weight in weights_of(theirs) for name in weight.hf],
+            [name for name in (*tensors.files, *tensors.zeros) if not is_ignored(name, theirs)],
+            str(source),
+        )
+        name, mask, added = _tokenizer_with_mask(source, tokenizer, folder)
+        model = replace(theirs, vocab_size=max(theirs.vocab_size, -1 if mask is None else mask + 1))
+        weights, sizes = weights_of(model), Sizes.of(model)
+        kind = TORCH_DTYPES[dtype or name_of(tensors.dtype(weights[0].hf[0]))]
+        total, done = sum(torch.Size(weight.megatron_shape).numel() for weight in weights) * kind.itemsize, 0
+
+        def make(weight: Weight) -> torch.Tensor:
+            parts = [tensors.read(hf) for hf in weight.hf]
+            for part, hf, shape in zip(parts, weight.hf, weight.hf_shapes, strict=True):
+                if _is_vocabulary(weight):
+                    shape = (theirs.vocab_size or 0, *shape[1:])
+                if tuple(part.shape) != shape:
+                    raise CheckpointError(
+                        f"{source}: {hf} has shape {list(part.shape)}; config.json says {list(shape)}"
+                    )
+            if _is_vocabulary(weight) and added and mask is not None:
+                parts = [_with_mask_row(parts[0], mask)]
+            return weight.transform.join(parts, sizes)
+
+        def count(written: int) -> None:
+            nonlocal done
+            done += written
+            progress(done, total)
+
+        write_checkpoint(folder, weights, model.num_layers, lambda weight: kind, make, count)
+        config = RunConfig(
+            run_dir=output.name,
+            model=model,
+            data=DataConfig(tokenizer=None if name is None else str(output / name), mock=name is None),
+            precision=PrecisionConfig(dtype="bf16" if kind == torch.bfloat16 else "fp32"),
+        )
+        _describe(folder, config)
+        comparison = None
+        if verify:
+            say("comparing with transformers ...")
+            # a [MASK] that transformers' model does not know cannot be compared
+            known_mask = mask if mask is not None and not added else None
+            comparison = compare(
+                open_source(folder), source, ema=False, dtype=kind, vocab_size=theirs.vocab_size, mask=known_mask
+            )
+    return Imported(model, mask, added, (model.vocab_size or 0) - theirs.vocab_size, comparison)
+
+
+class Tensors:
+    """The .safetensors of a folder, opened once, read one at a time."""
+
+    def __init__(self, folder: Path, stack: ExitStack):
+        try:
+            from safetensors import safe_open
+        except ImportError as error:
+            raise ConfigError("reading safetensors needs: pip install 'card_megatron[hf]'") from error
+        if (folder / INDEX).is_file():
+            where = read_json(folder / INDEX)["weight_map"]
+        elif (folder / "model.safetensors").is_file():
+            where = None
+        else:
+            raise ConfigError(
+                f"{folder} has no model.safetensors and no {INDEX}; save the model with safetensors "
+                "(model.save_pretrained of transformers does)"
+            )
+        names = sorted(set(where.values())) if where else ["model.safetensors"]
+        try:
+            files = {name: stack.enter_context(safe_open(str(folder / name), framework="pt")) for name in names}
+        except Exception as error:  # safetensors raises its own kinds, which differ between versions
+            raise CheckpointError(f"{folder}: its safetensors cannot be read: {error}") from error
+        single = files.get("model.safetensors")
+        self.files = {name: files[where[name]] for name in where} if where else dict.fromkeys(single.keys(), single)
+        self.zeros: dict[str, tuple[int, ...]] = {}
+        """Tensors that the folder's class lacks and Llama has, with their shape."""
+
+    def read(self, name: str) -> torch.Tensor:
+        if name in self.zeros:
+            return torch.zeros(self.zeros[name])
+        return self.files[name].get_tensor(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.files[name].get_slice(name)[:0].dtype
+
+
+def is_ignored(name: str, model: ModelConfig) -> bool:
+    """Buffers that old versions saved, and a tied output layer that was saved all the same."""
+    tied = name == "lm_head.weight" and model.share_embeddings_and_output_weights
+    return name.endswith("rotary_emb.inv_freq") or tied
+
+
+def output_biases(model: ModelConfig) -> list[str]:
+    """Names of the biases of attention's output, which Qwen2 does not have."""
+    return [name for weight in weights_of(model) for name in weight.hf if name.endswith("o_proj.bias")]
+
+
+def _is_vocabulary(weight: Weight) -> bool:
+    return weight.layer is None and len(weight.megatron_shape) == 2
+
+
+def _with_mask_row(table: torch.Tensor, mask: int) -> torch.Tensor:
+    """The table with a row for [MASK]: the mean of the others, as close to every token as one row can be."""
+    mean = table.float().mean(dim=0).to(table.dtype)
+    if mask >= len(table):
+        table = torch.cat([table, table.new_zeros(mask + 1 - len(table), table.shape[1])])
+    table = table.clone()
+    table[mask] = mean
+    return table
+
+
+def _tokenizer_with_mask(source: Path, override: str | None, folder: Path) -> tuple[str | None, int | None, bool]:
+    """(its file in the output, id of [MASK], whether that is new); None where the source has no tokenizer."""
+    if override is None and not any(source.glob("tokenizer.*")) and not gpt2_files(source):
+        return None, None, False
+    path, new = copy_with_mask(override or source, folder)
+    return path.name, load_tokenizer(path).mask, new
+
+
+def _describe(folder: Path, config: RunConfig) -> None:
+    """The files that make the folder a checkpoint of ours, the manifest last."""
+    from card_megatron.platform import install
+
+    install()
+    from card_megatron.checkpoint.saver import versions
+    from card_megatron.checkpoint.writer import plain_files
+
+    for name, data in plain_files({}).items():
+        (folder / name).write_bytes(data)
+    fields: dict[str, Any] = {"model": asdict(config.model), "data": {"tokenizer": config.data.tokenizer}}
+    if config.data.mock:
+        del fields["data"]
+    (folder / RUN_FILE).write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
+    names = ["world_size", "tensor", "pipeline", "virtual_pipeline", "context", "expert"]
+    manifest = Manifest(
+        step=0,
+        consumed_samples=0,
+        parameters=parameter_count(config.model),
+        layout=dict.fromkeys(names, 1),
+        config=asdict(config),
+        versions=versions(),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        files={path.name: describe_file(path) for path in sorted(folder.iterdir())},
+    )
+    (folder / MANIFEST).write_bytes(manifest.dump())
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); give the folder of a Hugging Face model") from error

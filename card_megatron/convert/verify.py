@@ -1,0 +1,109 @@
+"""Is the inference format the same model? Log-probabilities of Megatron and of transformers, side by side."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from card_megatron.checkpoint.source import Source
+from card_megatron.config.errors import CheckpointError
+from card_megatron.platform import Ranks, install, model_parallel
+
+TOLERANCE = 1e-4
+ROWS, LONGEST = 2, 64
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Largest absolute difference of a log-probability, on clean and on masked inputs."""
+
+    clean: float
+    masked: float | None
+    """None where the model has no [MASK]."""
+    positions: int
+
+    @property
+    def worst(self) -> float:
+        return max(self.clean, self.masked or 0.0)
+
+    def __str__(self) -> str:
+        masked = "no [MASK] to try" if self.masked is None else f"masked {self.masked:.1e}"
+        return f"log-probabilities at {self.positions} positions differ by at most: clean {self.clean:.1e}, {masked}"
+
+
+def compare(
+    source: Source, folder: Path, *, ema: bool, dtype: torch.dtype, vocab_size: int, mask: int | None
+) -> Comparison:
+    """Run both in fp32 from the weights as exported (rounded to `dtype`); one model is in memory at a time.
+
+    `vocab_size`: tokens that both know. Raises CheckpointError above the tolerance, or where tensors do not match.
+    """
+    inputs = make_inputs(vocab_size, source.config.model.max_position_embeddings, mask)
+    ours = megatron_scores(source, inputs, ema=ema, dtype=dtype, vocab_size=vocab_size)
+    gc.collect()
+    theirs = transformers_scores(folder, inputs, vocab_size=vocab_size)
+    worst = [float((one - other).abs().max()) for one, other in zip(ours, theirs, strict=True)]
+    comparison = Comparison(worst[0], worst[1] if mask is not None else None, inputs[0].numel())
+    if not comparison.worst <= TOLERANCE:  # a NaN is no agreement either
+        raise CheckpointError(
+            f"the conversion is wrong: {comparison}; {TOLERANCE:.0e} is allowed. Nothing was written; please report it"
+        )
+    return comparison
+
+
+def make_inputs(vocab_size: int, longest: int, mask: int | None) -> list[torch.Tensor]:
+    """Random tokens and, where there is a [MASK], the same with a partly masked tail."""
+    generator = torch.Generator().manual_seed(0)
+    clean = torch.randint(vocab_size, (ROWS, min(LONGEST, longest)), generator=generator)
+    if mask is None:
+        return [clean]
+    tail = torch.arange(clean.shape[1]) >= clean.shape[1] // 2
+    masked = tail & (torch.rand(clean.shape, generator=generator) < 0.7)
+    return [clean, clean.masked_fill(masked, mask)]
+
+
+@torch.inference_mode()
+def megatron_scores(
+    source: Source, inputs: list[torch.Tensor], *, ema: bool, dtype: torch.dtype, vocab_size: int
+) -> list[torch.Tensor]:
+    """Log-probabilities [B, S, V] of a checkpoint, by Megatron's own loader and model."""
+    install()
+    from card_megatron.inference import inference_config, load_model
+
+    config = inference_config(source.config)
+    with model_parallel(Ranks(), config.parallel):
+        model = load_model(source, config, ema=ema)
+        for param in model.parameters():
+            param.copy_(param.to(dtype))
+        device = next(model.parameters()).device
+        return [_scores(model(tokens.to(device), None, None), vocab_size) for tokens in inputs]
+
+
+@torch.inference_mode()
+def transformers_scores(folder: Path, inputs: list[torch.Tensor], *, vocab_size: int) -> list[torch.Tensor]:
+    """The same by transformers, as any user would load it."""
+    transformers = import_transformers()
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=torch.float32, output_loading_info=True, local_files_only=True
+    )
+    if problems := {kind: sorted(map(str, names)) for kind, names in info.items() if names}:
+        raise CheckpointError(f"transformers finds the tensors of {folder.name} wrong: {problems}")
+    return [_scores(model.eval()(tokens).logits, vocab_size) for tokens in inputs]
+
+
+def _scores(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    return torch.log_softmax(logits[..., :vocab_size].float(), dim=-1).cpu()
+
+
+def import_transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise CheckpointError(
+            "checking a conversion needs transformers: pip install 'card_megatron[hf]', or give --no-verify"
+        ) from error
+    return transformers
