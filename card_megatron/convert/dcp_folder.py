@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
@@ -32,7 +33,11 @@ def write_checkpoint(
     writer = dcp.FileSystemWriter(str(folder), single_file_per_rank=True, thread_count=1, sync_files=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as was asked for
-        dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+        try:
+            dcp.save({}, storage_writer=writer, planner=planner, no_dist=True)
+        except CheckpointException as error:  # torch's own, which is no Exception
+            (failure, _) = next(iter(error.failures.values()))
+            raise failure from error
 
 
 class _OneByOne(SavePlanner):

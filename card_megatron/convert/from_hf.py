@@ -68,6 +68,7 @@ def from_hf(
             [name for name in (*tensors.files, *tensors.zeros) if not is_ignored(name, theirs)],
             str(source),
         )
+        tensors.refuse_shapes(theirs)
         name, mask, added = _tokenizer_with_mask(source, tokenizer, folder)
         model = replace(theirs, vocab_size=max(theirs.vocab_size, -1 if mask is None else mask + 1))
         weights, sizes = weights_of(model), Sizes.of(model)
@@ -76,13 +77,6 @@ def from_hf(
 
         def make(weight: Weight) -> torch.Tensor:
             parts = [tensors.read(hf) for hf in weight.hf]
-            for part, hf, shape in zip(parts, weight.hf, weight.hf_shapes, strict=True):
-                if _is_vocabulary(weight):
-                    shape = (theirs.vocab_size or 0, *shape[1:])
-                if tuple(part.shape) != shape:
-                    raise CheckpointError(
-                        f"{source}: {hf} has shape {list(part.shape)}; config.json says {list(shape)}"
-                    )
             if _is_vocabulary(weight) and added and mask is not None:
                 parts = [_with_mask_row(parts[0], mask)]
             return weight.transform.join(parts, sizes)
@@ -103,11 +97,10 @@ def from_hf(
         comparison = None
         if verify:
             say("comparing with transformers ...")
-            # a [MASK] that transformers' model does not know cannot be compared
-            known_mask = mask if mask is not None and not added else None
-            comparison = compare(
-                open_source(folder), source, ema=False, dtype=kind, vocab_size=theirs.vocab_size, mask=known_mask
-            )
+            # a new [MASK] is a token that the source does not know
+            tokens = torch.arange(theirs.vocab_size)
+            tokens, known_mask = (tokens[tokens != mask], None) if added else (tokens, mask)
+            comparison = compare(open_source(folder), source, ema=False, dtype=kind, tokens=tokens, mask=known_mask)
     return Imported(model, mask, added, (model.vocab_size or 0) - theirs.vocab_size, comparison)
 
 
@@ -142,6 +135,14 @@ class Tensors:
         if name in self.zeros:
             return torch.zeros(self.zeros[name])
         return self.files[name].get_tensor(name)
+
+    def refuse_shapes(self, model: ModelConfig) -> None:
+        """Raise with the first tensor whose shape is not the one that config.json says."""
+        for weight in weights_of(model):
+            for name, shape in zip(weight.hf, weight.hf_shapes, strict=True):
+                found = self.zeros.get(name) or tuple(self.files[name].get_slice(name).get_shape())
+                if found != shape:
+                    raise CheckpointError(f"{name} has shape {list(found)}; config.json says {list(shape)}")
 
     def dtype(self, name: str) -> torch.dtype:
         return self.files[name].get_slice(name)[:0].dtype

@@ -91,7 +91,7 @@ def to_hf(
                 folder,
                 ema=ema,
                 dtype=TORCH_DTYPES[dtype],
-                vocab_size=sizes.vocab,
+                tokens=torch.arange(sizes.vocab),
                 mask=config.get("mask_token_id"),
             )
         card = model_card(source, config, output.name, ema=ema, comparison=comparison)

@@ -36,16 +36,16 @@ class Comparison:
 
 
 def compare(
-    source: Source, folder: Path, *, ema: bool, dtype: torch.dtype, vocab_size: int, mask: int | None
+    source: Source, folder: Path, *, ema: bool, dtype: torch.dtype, tokens: torch.Tensor, mask: int | None
 ) -> Comparison:
     """Run both in fp32 from the weights as exported (rounded to `dtype`); one model is in memory at a time.
 
-    `vocab_size`: tokens that both know. Raises CheckpointError above the tolerance, or where tensors do not match.
+    `tokens`: ids that both know. Raises CheckpointError above the tolerance, or where tensors do not match.
     """
-    inputs = make_inputs(vocab_size, source.config.model.max_position_embeddings, mask)
-    ours = megatron_scores(source, inputs, ema=ema, dtype=dtype, vocab_size=vocab_size)
+    inputs = make_inputs(tokens, source.config.model.max_position_embeddings, mask)
+    ours = megatron_scores(source, inputs, tokens, ema=ema, dtype=dtype)
     gc.collect()
-    theirs = transformers_scores(folder, inputs, vocab_size=vocab_size)
+    theirs = transformers_scores(folder, inputs, tokens)
     worst = [float((one - other).abs().max()) for one, other in zip(ours, theirs, strict=True)]
     comparison = Comparison(worst[0], worst[1] if mask is not None else None, inputs[0].numel())
     if not comparison.worst <= TOLERANCE:  # a NaN is no agreement either
@@ -55,10 +55,10 @@ def compare(
     return comparison
 
 
-def make_inputs(vocab_size: int, longest: int, mask: int | None) -> list[torch.Tensor]:
+def make_inputs(tokens: torch.Tensor, longest: int, mask: int | None) -> list[torch.Tensor]:
     """Random tokens and, where there is a [MASK], the same with a partly masked tail."""
     generator = torch.Generator().manual_seed(0)
-    clean = torch.randint(vocab_size, (ROWS, min(LONGEST, longest)), generator=generator)
+    clean = tokens[torch.randint(len(tokens), (ROWS, min(LONGEST, longest)), generator=generator)]
     if mask is None:
         return [clean]
     tail = torch.arange(clean.shape[1]) >= clean.shape[1] // 2
@@ -68,7 +68,7 @@ def make_inputs(vocab_size: int, longest: int, mask: int | None) -> list[torch.T
 
 @torch.inference_mode()
 def megatron_scores(
-    source: Source, inputs: list[torch.Tensor], *, ema: bool, dtype: torch.dtype, vocab_size: int
+    source: Source, inputs: list[torch.Tensor], tokens: torch.Tensor, *, ema: bool, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """Log-probabilities [B, S, V] of a checkpoint, by Megatron's own loader and model."""
     install()
@@ -80,11 +80,11 @@ def megatron_scores(
         for param in model.parameters():
             param.copy_(param.to(dtype))
         device = next(model.parameters()).device
-        return [_scores(model(tokens.to(device), None, None), vocab_size) for tokens in inputs]
+        return [_scores(model(batch.to(device), None, None), tokens) for batch in inputs]
 
 
 @torch.inference_mode()
-def transformers_scores(folder: Path, inputs: list[torch.Tensor], *, vocab_size: int) -> list[torch.Tensor]:
+def transformers_scores(folder: Path, inputs: list[torch.Tensor], tokens: torch.Tensor) -> list[torch.Tensor]:
     """The same by transformers, as any user would load it."""
     transformers = import_transformers()
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -92,11 +92,11 @@ def transformers_scores(folder: Path, inputs: list[torch.Tensor], *, vocab_size:
     )
     if problems := {kind: sorted(map(str, names)) for kind, names in info.items() if names}:
         raise CheckpointError(f"transformers finds the tensors of {folder.name} wrong: {problems}")
-    return [_scores(model.eval()(tokens).logits, vocab_size) for tokens in inputs]
+    return [_scores(model.eval()(batch).logits, tokens) for batch in inputs]
 
 
-def _scores(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    return torch.log_softmax(logits[..., :vocab_size].float(), dim=-1).cpu()
+def _scores(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(logits.cpu()[..., tokens].float(), dim=-1)
 
 
 def import_transformers() -> Any:
