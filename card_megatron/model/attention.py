@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,8 @@ class TorchAttention(MegatronModule):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
         self.cp_group = groups.cp
+        self.with_cache: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+        """Set while a model decodes: takes the place of forward(), with the keys and values that it keeps."""
 
     def forward(
         self,
@@ -55,6 +58,8 @@ class TorchAttention(MegatronModule):
         packed_seq_params=None,
     ) -> torch.Tensor:
         """Megatron's interface: [S, B, N, D] in, [S, B, N * D] out; a mask is True where attention is forbidden."""
+        if self.with_cache is not None:
+            return self.with_cache(query_SBND, key_SBND, value_SBND)
         if attention_bias is not None or packed_seq_params is not None:
             raise ValueError("attention bias and packed sequences need Transformer Engine (model.spec=te)")
         causal = (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal
