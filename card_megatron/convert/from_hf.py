@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -22,7 +21,7 @@ from card_megatron.convert.dcp_folder import write_checkpoint
 from card_megatron.convert.hf_config import from_hf_config
 from card_megatron.convert.mapping import Sizes, Weight, refuse_misfits, weights_of
 from card_megatron.convert.output import whole_folder
-from card_megatron.convert.safetensors_folder import INDEX
+from card_megatron.convert.safetensors_folder import SafetensorsFolder
 from card_megatron.convert.to_hf import TORCH_DTYPES, name_of
 from card_megatron.convert.verify import Comparison, compare
 from card_megatron.data.tokenizer_training import copy_with_mask
@@ -59,16 +58,10 @@ def from_hf(
     hf_config = read_json(source / "config.json")
     theirs = from_hf_config(hf_config)
     assert theirs.vocab_size is not None
-    with ExitStack() as stack, whole_folder(output, force=force) as folder:
-        tensors = Tensors(source, stack)
-        if "Qwen2ForCausalLM" in hf_config["architectures"]:
-            tensors.zeros = {name: (theirs.hidden_size,) for name in output_biases(theirs)}
-        refuse_misfits(
-            [name for weight in weights_of(theirs) for name in weight.hf],
-            [name for name in (*tensors.files, *tensors.zeros) if not is_ignored(name, theirs)],
-            str(source),
-        )
-        tensors.refuse_shapes(theirs)
+    lacking = output_biases(theirs) if "Qwen2ForCausalLM" in hf_config["architectures"] else []
+    tensors = Tensors(source, {name: (theirs.hidden_size,) for name in lacking})
+    tensors.refuse_misfits(theirs, source)
+    with whole_folder(output, force=force) as folder:
         name, mask, added = _tokenizer_with_mask(source, tokenizer, folder)
         model = replace(theirs, vocab_size=max(theirs.vocab_size, -1 if mask is None else mask + 1))
         weights, sizes = weights_of(model), Sizes.of(model)
@@ -93,7 +86,7 @@ def from_hf(
             data=DataConfig(tokenizer=None if name is None else str(output / name), mock=name is None),
             precision=PrecisionConfig(dtype="bf16" if kind == torch.bfloat16 else "fp32"),
         )
-        _describe(folder, config)
+        describe_checkpoint(folder, config)
         comparison = None
         if verify:
             say("comparing with transformers ...")
@@ -104,48 +97,34 @@ def from_hf(
     return Imported(model, mask, added, (model.vocab_size or 0) - theirs.vocab_size, comparison)
 
 
-class Tensors:
-    """The .safetensors of a folder, opened once, read one at a time."""
+class Tensors(SafetensorsFolder):
+    """The folder's tensors, and zeros in the place of those that its class lacks and Llama has."""
 
-    def __init__(self, folder: Path, stack: ExitStack):
-        try:
-            from safetensors import safe_open
-        except ImportError as error:
-            raise ConfigError("reading safetensors needs: pip install 'card_megatron[hf]'") from error
-        if (folder / INDEX).is_file():
-            where = read_json(folder / INDEX)["weight_map"]
-        elif (folder / "model.safetensors").is_file():
-            where = None
-        else:
-            raise ConfigError(
-                f"{folder} has no model.safetensors and no {INDEX}; save the model with safetensors "
-                "(model.save_pretrained of transformers does)"
-            )
-        names = sorted(set(where.values())) if where else ["model.safetensors"]
-        try:
-            files = {name: stack.enter_context(safe_open(str(folder / name), framework="pt")) for name in names}
-        except Exception as error:  # safetensors raises its own kinds, which differ between versions
-            raise CheckpointError(f"{folder}: its safetensors cannot be read: {error}") from error
-        single = files.get("model.safetensors")
-        self.files = {name: files[where[name]] for name in where} if where else dict.fromkeys(single.keys(), single)
-        self.zeros: dict[str, tuple[int, ...]] = {}
-        """Tensors that the folder's class lacks and Llama has, with their shape."""
+    def __init__(self, folder: Path, zeros: dict[str, tuple[int, ...]]):
+        super().__init__(folder)
+        self.zeros = zeros
+
+    def __iter__(self) -> Iterator[str]:
+        yield from super().__iter__()
+        yield from self.zeros
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.zeros[name] if name in self.zeros else super().shape(name)
 
     def read(self, name: str) -> torch.Tensor:
-        if name in self.zeros:
-            return torch.zeros(self.zeros[name])
-        return self.files[name].get_tensor(name)
+        return torch.zeros(self.zeros[name]) if name in self.zeros else super().read(name)
 
-    def refuse_shapes(self, model: ModelConfig) -> None:
-        """Raise with the first tensor whose shape is not the one that config.json says."""
-        for weight in weights_of(model):
+    def refuse_misfits(self, model: ModelConfig, source: Path) -> None:
+        """Raise with the names that are missing or unknown, or the first shape that is not what config.json says."""
+        weights = weights_of(model)
+        found = [name for name in self if not is_ignored(name, model)]
+        refuse_misfits([name for weight in weights for name in weight.hf], found, str(source))
+        for weight in weights:
             for name, shape in zip(weight.hf, weight.hf_shapes, strict=True):
-                found = self.zeros.get(name) or tuple(self.files[name].get_slice(name).get_shape())
-                if found != shape:
-                    raise CheckpointError(f"{name} has shape {list(found)}; config.json says {list(shape)}")
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self.files[name].get_slice(name)[:0].dtype
+                if self.shape(name) != shape:
+                    raise CheckpointError(
+                        f"{source}: {name} has shape {list(self.shape(name))}; config.json says {list(shape)}"
+                    )
 
 
 def is_ignored(name: str, model: ModelConfig) -> bool:
@@ -181,7 +160,7 @@ def _tokenizer_with_mask(source: Path, override: str | None, folder: Path) -> tu
     return path.name, load_tokenizer(path).mask, new
 
 
-def _describe(folder: Path, config: RunConfig) -> None:
+def describe_checkpoint(folder: Path, config: RunConfig) -> None:
     """The files that make the folder a checkpoint of ours, the manifest last."""
     from card_megatron.platform import install
 

@@ -1,7 +1,7 @@
-"""A folder of .safetensors files, written tensor by tensor: no more than one is in memory, however large the model.
+"""A folder of .safetensors files, written and read tensor by tensor: one is in memory, however large the model.
 
-The library's own save_file() wants all tensors of a file at once. The format is its header's length, the header (JSON:
-name -> dtype, shape, offsets), and the tensors' bytes.
+The library's own save_file() wants all tensors of a file at once, and its safe_open() maps whole files. The format is
+its header's length, the header (JSON: name -> dtype, shape, offsets), and the tensors' bytes.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
 import torch
+
+from card_megatron.config.errors import CheckpointError, ConfigError
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 INDEX = "model.safetensors.index.json"
@@ -110,3 +112,70 @@ def _write_all(out, data) -> None:
     rest = memoryview(data).cast("B")
     while rest:
         rest = rest[out.write(rest) :]
+
+
+class SafetensorsFolder:
+    """The tensors of a folder by name."""
+
+    def __init__(self, folder: Path):
+        if (folder / INDEX).is_file():
+            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        elif (folder / "model.safetensors").is_file():
+            names = ["model.safetensors"]
+        else:
+            raise ConfigError(
+                f"{folder} has no model.safetensors and no {INDEX}; save the model with safetensors "
+                "(save_pretrained of transformers does)"
+            )
+        self.where = {name: place for file in names for name, place in _places(folder / file).items()}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.where[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.where[name].dtype
+
+    def read(self, name: str) -> torch.Tensor:
+        place = self.where[name]
+        tensor = torch.empty(place.shape, dtype=place.dtype)
+        with place.path.open("rb", buffering=0) as file:
+            file.seek(place.start)
+            rest = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+            while rest and (count := file.readinto(rest)):
+                rest = rest[count:]
+        return tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor stands."""
+
+    path: Path
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _places(path: Path) -> dict[str, Place]:
+    """Of all tensors of a file; refuses one that is cut short or holds what we cannot read."""
+    kinds = {name: dtype for dtype, name in NAMES.items()}
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        places = {
+            name: Place(path, 8 + length + entry["data_offsets"][0], tuple(entry["shape"]), kinds[entry["dtype"]])
+            for name, entry in header.items()
+        }
+        size = 8 + length + max(entry["data_offsets"][1] for entry in header.values())
+    except KeyError as error:
+        raise CheckpointError(f"{path} holds tensors of type {error}; {', '.join(kinds)} can be read") from error
+    except (OSError, ValueError, TypeError, struct.error) as error:
+        raise CheckpointError(f"{path} is no .safetensors file: {error}") from error
+    if path.stat().st_size != size:
+        raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes; its header says {size:,}")
+    return places

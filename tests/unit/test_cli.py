@@ -27,6 +27,7 @@ SUBCOMMANDS = [
     *(["data", name] for name in ("merge", "split", "shuffle")),
     *(["data", "tokenizer", name] for name in ("train", "add-mask")),
     *(["checkpoint", name] for name in ("list", "inspect", "verify")),
+    *(["convert", name] for name in ("to-hf", "from-hf")),
 ]
 TIME_LIMIT = 120
 
