@@ -21,7 +21,7 @@ $(VENV)/installed: pyproject.toml setup.py constraints.txt card_megatron/version
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[hf,data,eval,mpi,dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[hf,data,eval,plot,mpi,dev]"
 	@touch $@
 
 demo: env
