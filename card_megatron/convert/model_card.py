@@ -134,6 +134,14 @@ def _averaged(source: Source) -> str:
 
 
 def _generate(config: dict[str, Any]) -> str:
+    several = (
+        "\n\nSeveral tokens a pass, by the code in `custom_generate/` (read it first: `trust_remote_code` runs it). "
+        "`verify` gives exactly the text above; `confidence` is the paper's, faster and not the same.\n\n"
+        "```python\n"
+        "model.generate(**inputs, max_new_tokens=50, custom_generate=folder, trust_remote_code=True,\n"
+        '               strategy="verify")  # or strategy="confidence", block_size=16, tau=0.9, max_passes=16\n'
+        "```"
+    )
     return (
         "```python\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
@@ -142,7 +150,7 @@ def _generate(config: dict[str, Any]) -> str:
         "model = AutoModelForCausalLM.from_pretrained(folder)\n"
         'inputs = tokenizer("Once upon a time", return_tensors="pt")\n'
         "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))\n"
-        "```"
+        "```" + (several if "mask_token_id" in config else "")
     )
 
 

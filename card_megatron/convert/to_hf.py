@@ -12,6 +12,7 @@ import torch
 from card_megatron.checkpoint.manifest import problems_of
 from card_megatron.checkpoint.source import Source
 from card_megatron.config.errors import CheckpointError, ConfigError
+from card_megatron.convert.custom_generate import write_custom_generate
 from card_megatron.convert.hf_config import DTYPES, to_hf_config
 from card_megatron.convert.mapping import Sizes, Weight, weights_of
 from card_megatron.convert.model_card import model_card
@@ -79,6 +80,8 @@ def to_hf(
         write_folder(folder, groups, shard_bytes, count)
         write_json(folder / "config.json", config)
         write_json(folder / "generation_config.json", {"eos_token_id": config["eos_token_id"]})
+        if "mask_token_id" in config:
+            write_custom_generate(folder)
         if tokenizer is not None:
             export_tokenizer(tokenizer, folder, model_max_length=model.max_position_embeddings)
             if differences := encoding_differences(tokenizer, folder):

@@ -1,0 +1,176 @@
+"""From prompts to texts: encoding, stop strings, streaming, and prompts shared out among replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from card_megatron.config.errors import ConfigError
+from card_megatron.data.tokenizers import Tokenizer, encode
+from card_megatron.decoding.block import Confidence, Strategy, Verify, autoregressive
+from card_megatron.decoding.engine import Request, Result, Stats, decode
+from card_megatron.decoding.model import OpenModel
+from card_megatron.decoding.sampling import SamplingParams
+
+STRATEGIES = ("verify", "confidence", "ar")
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a prompt was continued with."""
+
+    prompt: str
+    text: str
+    """Without the end of text, and without the stop string that ended it."""
+    result: Result
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How texts are made: the strategy's numbers, and what ends a text."""
+
+    strategy: str = "verify"
+    block: int = 16
+    tau: float = 0.9
+    max_passes: int = 16
+    commit: str = "block"
+    min_fill: int = 1
+    drafts: int = 8
+    adaptive: bool = True
+    max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    batch_size: int = 32
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+    def build(self) -> Strategy:
+        """The strategy, new: one that adapts remembers what it has seen."""
+        try:
+            if self.strategy == "verify":
+                return Verify(self.drafts, self.adaptive)
+            if self.strategy == "confidence":
+                return Confidence(self.block, self.tau, self.max_passes, self.commit, self.min_fill)
+        except ValueError as error:
+            raise ConfigError(f"--strategy {self.strategy}: {error}") from error
+        if self.strategy != "ar":
+            raise ConfigError(f"strategy {self.strategy!r} is none of {', '.join(STRATEGIES)}")
+        return autoregressive()
+
+
+def generate(
+    model: OpenModel,
+    prompts: Sequence[str],
+    options: Generation,
+    on_text: Callable[[int, str], None] | None = None,
+) -> tuple[list[Continuation], Stats]:
+    """Continue prompts; on every rank the same. Each prompt's seed is options.sampling.seed + its number.
+
+    `on_text(number, text)` hears new text as it is decided, on the rank that leads the prompt's replica.
+    """
+    mine = range(model.replica, len(prompts), model.replicas)
+    streams = {number: _Stream(model.tokenizer, options.stop, number, on_text) for number in mine} if on_text else {}
+    requests = []
+    for number in mine:
+        prompt = encode(model.tokenizer, prompts[number]) or [model.tokenizer.eod]  # what a text's beginning follows
+        requests.append(
+            Request(
+                prompt,
+                options.max_new_tokens,
+                sampling=_with_seed(options.sampling, number),
+                eos_ids=(model.tokenizer.eod,),
+                stop=_stopper(model.tokenizer, options.stop),
+                on_tokens=streams[number].add if model.leads and number in streams else None,
+            )
+        )
+    try:
+        results, stats = decode(
+            model.backend,
+            requests,
+            options.build(),
+            mask_id=model.tokenizer.mask,
+            forbidden=model.forbidden,
+            batch_size=options.batch_size,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    found = _gathered(model, dict(zip(mine, results, strict=True)), stats)
+    texts = [
+        Continuation(prompts[number], text_of(model.tokenizer, found[0][number].tokens, options.stop), found[0][number])
+        for number in range(len(prompts))
+    ]
+    for number, stream in streams.items():
+        if model.leads:
+            stream.finish(texts[number].text)
+    return texts, found[1]
+
+
+def text_of(tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[str] = ()) -> str:
+    """The text of generated tokens, up to the end of text or the first stop string."""
+    kept = [token for token in tokens if token != tokenizer.eod]
+    text = tokenizer.decode(kept)
+    places = [place for place in (text.find(string) for string in stop) if place >= 0]
+    return text[: min(places)] if places else text
+
+
+def _stopper(tokenizer: Tokenizer, stop: Sequence[str]) -> Callable[[list[int]], int | None] | None:
+    """Tokens to keep once a stop string is complete: the fewest whose text has it."""
+    if not stop:
+        return None
+
+    def has_stop(tokens: list[int]) -> bool:
+        text = tokenizer.decode(tokens)
+        return any(string in text for string in stop)
+
+    def look(tokens: list[int]) -> int | None:
+        if not has_stop(tokens):
+            return None
+        low, high = 1, len(tokens)  # a text that has it keeps it when it grows
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if has_stop(tokens[:middle]) else (middle + 1, high)
+        return low
+
+    return look
+
+
+class _Stream:
+    """Tells of text once it cannot change: no half character, and nothing that may become a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], number: int, on_text: Callable[[int, str], None]):
+        self.tokenizer, self.stop, self.number, self.on_text = tokenizer, stop, number, on_text
+        self.tokens: list[int] = []
+        self.told = 0
+        self.held = max((len(string) - 1 for string in stop), default=0)
+
+    def add(self, tokens: list[int]) -> None:
+        self.tokens += tokens
+        text = text_of(self.tokenizer, self.tokens, self.stop)
+        sure = len(text.rstrip("\ufffd")) - self.held
+        if sure > self.told:
+            self.on_text(self.number, text[self.told : sure])
+            self.told = sure
+
+    def finish(self, text: str) -> None:
+        if len(text) > self.told:
+            self.on_text(self.number, text[self.told :])
+
+
+def _with_seed(sampling: SamplingParams, number: int) -> SamplingParams:
+    return replace(sampling, seed=sampling.seed + number)
+
+
+def _gathered(model: OpenModel, results: dict[int, Result], stats: Stats) -> tuple[dict[int, Result], Stats]:
+    """All replicas' results, and what they did together: their passes ran side by side, so the longest time counts."""
+    if model.replicas == 1:
+        return results, stats
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (results, stats) if model.leads else None)
+    parts = [part for part in everyone if part is not None]
+    merged = Stats(seconds=max(part.seconds for _, part in parts), widest=max(part.widest for _, part in parts))
+    for _, part in parts:
+        for name in ("passes", "prefill_passes", "tokens_forwarded", "tokens_produced", "row_passes", "cache_bytes"):
+            setattr(merged, name, getattr(merged, name) + getattr(part, name))
+        merged.advances.update(part.advances)
+    return {number: result for part, _ in parts for number, result in part.items()}, merged
