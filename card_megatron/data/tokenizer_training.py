@@ -10,6 +10,8 @@ from card_megatron.config.errors import ConfigError
 from card_megatron.data.tokenizers import END_PIECES, MASK_PIECE, read_gpt2, read_huggingface, tokenizer_path
 
 LONGEST_SENTENCE = 4000
+SCORE_STEPS = 64
+"""Steps between two whole scores: finer than the counts behind a score, coarse enough for texts of 30,000 tokens."""
 
 
 class HasMask(ConfigError):
@@ -56,7 +58,21 @@ def train_sentencepiece(
             f"SentencePiece cannot train a vocabulary of {vocab_size}: {error}; "
             "give more text, or a smaller --vocab-size"
         ) from error
-    return _write(Path(output), model.getvalue())
+    return _write(Path(output), _with_exact_sums(model.getvalue()) if model_type == "unigram" else model.getvalue())
+
+
+def _with_exact_sums(serialized: bytes) -> bytes:
+    """A unigram model with scores in steps of 1/64, whose sums are exact in fp32.
+
+    Two cuts of a text often have the same score ("aaa" as "aa a" or "a aa"); where sums are rounded, the rounding
+    decides, otherwise in every library that an exported tokenizer meets.
+    """
+    from sentencepiece import sentencepiece_model_pb2 as protocol
+
+    model = protocol.ModelProto.FromString(serialized)
+    for piece in model.pieces:
+        piece.score = round(piece.score * SCORE_STEPS) / SCORE_STEPS
+    return model.SerializeToString()
 
 
 def _sentences(texts: Iterable[str]) -> Iterable[str]:

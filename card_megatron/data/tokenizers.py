@@ -16,7 +16,7 @@ from card_megatron.config.errors import ConfigError
 from card_megatron.config.schema import RunConfig
 
 MASK_PIECE = "[MASK]"
-END_PIECES = ("<|endoftext|>", "</s>", "<eos>", "[EOS]", "[SEP]")
+END_PIECES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 """What ends a document, in the order of preference, where a tokenizer.json does not say it."""
 BYTES = "bytes"
 """The name of the tokenizer that needs no file."""
