@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 MEMORY = 0.98
 """What a pass leaves of the weight of those before it: about the last 50 count."""
-WORTH_IT = 1.03
+WORTH_IT = 1.05
 """Drafting must promise this much more than plain passes: the promise is an estimate."""
 FEW_ROWS = 4
 """Up to here a wider pass is cheap enough to be tried on hope."""
@@ -64,7 +64,7 @@ class DraftLength:
         cost = self.costs.get(rows.bit_length())
         if not self.most or cost is None or not cost.weight:
             return 0  # plain passes first: they are what drafting is compared with
-        rates = self.rates()
+        rates = self.rates()[: self._deepest(rows)]
         best, gain = self._best(cost, rows, rates, self._slope(cost, rows))
         if gain > WORTH_IT:
             self.plain_passes = self.failed_tries = 0
@@ -75,7 +75,12 @@ class DraftLength:
         self.plain_passes, self.failed_tries = 0, self.failed_tries + 1
         hopes = [max(rate, 0.9) for rate in rates]
         hoped, gain = self._best(cost, rows, hopes, self._slope(cost, rows, hopeful=True))
-        return min(hoped, 4 if rows <= FEW_ROWS else 2) if gain > WORTH_IT else 0
+        return hoped if gain > WORTH_IT else 0
+
+    def _deepest(self, rows: int) -> int:
+        """Drafts go little deeper than acceptance is known: a try that fails must not cost much."""
+        known = sum(tried >= 4 for tried in self.tried)
+        return known + (4 if rows <= FEW_ROWS else 1)
 
     def saw_prefill(self, tokens: int, seconds: float) -> None:
         """Wide passes tell what a further token costs at most, before any draft was tried."""

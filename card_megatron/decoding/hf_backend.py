@@ -5,12 +5,14 @@ Llama, Qwen2 and Qwen3 for causal language modelling, as the export makes them. 
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
 import torch
 
 from card_megatron.decoding.cache import CachePass, KVCache
+from card_megatron.decoding.packed_linear import PackedLinear
 
 CACHED_ATTENTION = "card_cached_attention"
 """The name under which transformers finds our attention."""
@@ -20,7 +22,11 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class HFBackend:
-    """decoding.engine's Backend over a transformers model; the model is as before once a pass is over."""
+    """decoding.engine's Backend over a transformers model.
+
+    It works on a copy of the model's modules that shares the parameters: the model itself is never changed. Make a new
+    one when the parameters change: linear layers are packed here.
+    """
 
     def __init__(self, model: Any, *, vocab_size: int | None = None):
         from transformers import AttentionInterface
@@ -35,7 +41,10 @@ class HFBackend:
         ):
             if not valid:
                 raise ValueError(f"{name}={value} of this model must be {rule}; use the model's own generate()")
-        self.model, self.config = model, config
+        self.model = copy_with_shared_tensors(model)
+        self.config = self.model.config
+        self.config._attn_implementation = CACHED_ATTENTION
+        pack_linears(self.model)
         self.vocab_size = vocab_size or config.vocab_size
         self.max_positions = config.max_position_embeddings
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -61,16 +70,11 @@ class HFBackend:
         assert self.cache is not None, "reserve() comes first"
         body, device = self.model.model, self.cache.keys.device
         cache_pass = CachePass(self.cache, first_slot, starts_B, tokens_BW.shape[1], self.groups)
-        own = self.config._attn_implementation
-        self.config._attn_implementation = CACHED_ATTENTION
-        try:
-            hidden = body.embed_tokens(torch.from_numpy(np.ascontiguousarray(tokens_BW)).to(device))
-            rotary = body.rotary_emb(hidden, cache_pass.positions_BW)
-            for layer in body.layers:
-                # what a layer does not know, it hands on to its attention
-                hidden = layer(hidden, attention_mask=None, position_embeddings=rotary, cache_pass=cache_pass)
-        finally:
-            self.config._attn_implementation = own
+        hidden = body.embed_tokens(torch.from_numpy(np.ascontiguousarray(tokens_BW)).to(device))
+        rotary = body.rotary_emb(hidden, cache_pass.positions_BW)
+        for layer in body.layers:
+            # what a layer does not know, it hands on to its attention
+            hidden = layer(hidden, attention_mask=None, position_embeddings=rotary, cache_pass=cache_pass)
         if wanted is not None and not len(wanted):
             return None
         hidden = hidden.flatten(0, 1)
@@ -85,6 +89,19 @@ class HFBackend:
 
     def agree(self, value: int) -> int:
         return value
+
+
+def copy_with_shared_tensors(model: Any) -> Any:
+    """Modules and configuration of its own, the very parameters and buffers of `model`; in evaluation mode."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()
+
+
+def pack_linears(model: Any) -> None:
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is torch.nn.Linear:  # and no subclass, which may do more than multiply
+                setattr(module, name, PackedLinear(child))
 
 
 def _cached_attention(module, query, key, value, attention_mask, *, scaling, cache_pass: CachePass, **unused):

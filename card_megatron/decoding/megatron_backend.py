@@ -9,7 +9,9 @@ Shapes: W columns, B rows, N heads, D head width, H hidden, M wanted outputs, V 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,13 +20,18 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rope_utils import _rotate_half
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from card_megatron.decoding.cache import CachePass, KVCache
+from card_megatron.decoding.packed_linear import PackedWeight
 from card_megatron.model.attention import TorchAttention
 
 
 class MegatronBackend:
-    """decoding.engine's Backend over inference.load_model's GPTModel; all ranks of the model must do the same."""
+    """decoding.engine's Backend over inference.load_model's GPTModel; all ranks of the model must do the same.
+
+    Between passes the model is as it was. Make a new backend when the parameters change: linear layers are packed here.
+    """
 
     def __init__(self, model: GPTModel):
         self.model, self.config = model, model.config
@@ -41,6 +48,9 @@ class MegatronBackend:
         self.stages = Stages()
         self.model_group = parallel_state.get_model_parallel_group()
         self.model_ranks = dist.get_process_group_ranks(self.model_group)
+        shared = model.post_process and model.share_embeddings_and_output_weights
+        self.output_weight = model.shared_embedding_or_output_weight() if shared else None
+        self.linears = [(linear, self._product(linear)) for linear in self._linears()]
         self.cache: KVCache | None = None
 
     @torch.inference_mode()
@@ -49,7 +59,13 @@ class MegatronBackend:
             self.cache = None  # let go of the old one first
             first, weight = self.attentions[0], next(self.model.parameters())
             self.cache = KVCache(
-                *(len(self.attentions), slots, self._kv_heads(first), capacity, first.hidden_size_per_attention_head),
+                *(
+                    len(self.attentions),
+                    slots,
+                    first.num_query_groups_per_partition,
+                    capacity,
+                    first.hidden_size_per_attention_head,
+                ),
                 dtype=weight.dtype,
                 device=weight.device,
             )
@@ -65,26 +81,27 @@ class MegatronBackend:
         device, (rows, width) = self.cache.keys.device, tokens_BW.shape
         groups = self.query_heads // self.cache.kv_heads
         cache_pass = CachePass(self.cache, first_slot, starts_B, width, groups)
-        if self.model.pre_process:
-            tokens = torch.from_numpy(np.ascontiguousarray(tokens_BW)).to(device)
-            hidden_WBH = self.model.embedding(tokens, cache_pass.positions_BW)
-        else:
-            dtype = self.config.pipeline_dtype or self.config.params_dtype
-            hidden_WBH = torch.empty((width, rows, self.config.hidden_size), dtype=dtype, device=device)
-            self.stages.receive(hidden_WBH)
-        hidden_WBH = self._layers(hidden_WBH, cache_pass)
-        if not self.model.post_process:
-            self.stages.send(hidden_WBH)
-        if wanted is not None and not len(wanted):
-            return None
-        outputs = rows * width if wanted is None else len(wanted)
-        if self.model.post_process:
-            hidden_MH = hidden_WBH.transpose(0, 1).flatten(0, 1)
-            if wanted is not None:
-                hidden_MH = hidden_MH[torch.from_numpy(wanted).to(device)]
-            logits_MV = self._logits(hidden_MH)
-        else:
-            logits_MV = torch.empty((outputs, self.model.vocab_size), dtype=torch.float32, device=device)
+        with self._decoding(cache_pass):
+            if self.model.pre_process:
+                tokens = torch.from_numpy(np.ascontiguousarray(tokens_BW)).to(device)
+                hidden_WBH = self.model.embedding(tokens, cache_pass.positions_BW)
+            else:
+                dtype = self.config.pipeline_dtype or self.config.params_dtype
+                hidden_WBH = torch.empty((width, rows, self.config.hidden_size), dtype=dtype, device=device)
+                self.stages.receive(hidden_WBH)
+            hidden_WBH = self._layers(hidden_WBH)
+            if not self.model.post_process:
+                self.stages.send(hidden_WBH)
+            if wanted is not None and not len(wanted):
+                return None
+            if self.model.post_process:
+                hidden_MH = hidden_WBH.transpose(0, 1).flatten(0, 1)
+                if wanted is not None:
+                    hidden_MH = hidden_MH[torch.from_numpy(wanted).to(device)]
+                logits_MV = self._logits(hidden_MH)
+            else:
+                outputs = rows * width if wanted is None else len(wanted)
+                logits_MV = torch.empty((outputs, self.model.vocab_size), dtype=torch.float32, device=device)
         return self.stages.from_last(logits_MV)
 
     @torch.inference_mode()
@@ -99,32 +116,43 @@ class MegatronBackend:
         dist.broadcast(shared, src=self.model_ranks[0], group=self.model_group)
         return int(shared)
 
-    def _layers(self, hidden_WBH: torch.Tensor, cache_pass: CachePass) -> torch.Tensor:
+    @contextlib.contextmanager
+    def _decoding(self, cache_pass: CachePass) -> Iterator[None]:
+        """The model's modules do what decoding needs, for the time of one pass."""
         rotate = Rotation(self.model.rotary_pos_emb, cache_pass.positions_BW)
         for layer, attention in enumerate(self.attentions):
-            attention.core_attention.with_cache = functools.partial(
-                _attend, cache_pass, layer, rotate if self._has_rope(attention) else None, self._scale(attention)
-            )
+            core = attention.core_attention
+            turn = rotate if self._has_rope(attention) else None
+            core.with_cache = functools.partial(_attend, cache_pass, layer, turn, core.softmax_scale)
+        for linear, multiply in self.linears:
+            linear._forward_impl = multiply
         try:
-            self.model.decoder.set_input_tensor(hidden_WBH)  # what a stage other than the first reads
-            return self.model.decoder(hidden_states=hidden_WBH, attention_mask=None, rotary_pos_emb=None)
+            yield
         finally:
-            self.model.decoder.set_input_tensor(None)
             for attention in self.attentions:
                 attention.core_attention.with_cache = None
+            for linear, _ in self.linears:
+                del linear._forward_impl
+            self.model.decoder.set_input_tensor(None)
+
+    def _layers(self, hidden_WBH: torch.Tensor) -> torch.Tensor:
+        self.model.decoder.set_input_tensor(hidden_WBH)  # what a stage other than the first reads
+        return self.model.decoder(hidden_states=hidden_WBH, attention_mask=None, rotary_pos_emb=None)
 
     def _logits(self, hidden_MH: torch.Tensor) -> torch.Tensor:
         """Of the whole vocabulary, gathered from the tensor-parallel ranks."""
-        shared = self.model.share_embeddings_and_output_weights
-        weight = self.model.shared_embedding_or_output_weight() if shared else None
-        logits, _ = self.model.output_layer(hidden_MH[:, None], weight=weight, runtime_gather_output=True)
+        logits, _ = self.model.output_layer(hidden_MH[:, None], weight=self.output_weight, runtime_gather_output=True)
         return logits[:, 0].float()
 
-    def _kv_heads(self, attention: Any) -> int:
-        return attention.num_query_groups_per_partition
+    def _linears(self) -> list[Any]:
+        parts = [self.model.decoder, *([self.model.output_layer] if self.model.post_process else [])]
+        parallel = (ColumnParallelLinear, RowParallelLinear)
+        return [module for part in parts for module in part.modules() if type(module) in parallel]
 
-    def _scale(self, attention: Any) -> float | None:
-        return attention.core_attention.softmax_scale
+    def _product(self, linear: Any) -> Callable[..., torch.Tensor]:
+        """What a parallel linear layer calls to multiply; it communicates itself, before and after."""
+        packed = PackedWeight(self.output_weight if linear.weight is None else linear.weight)
+        return lambda input, weight, bias=None, **unused: packed.linear(input, bias)
 
     def _has_rope(self, attention: Any) -> bool:
         without = self.config.no_rope_freq

@@ -21,6 +21,15 @@ V, MASK = 50, 49
 INF = float("-inf")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small products on several threads wait for each other most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def logits() -> torch.Tensor:
     return 3 * torch.randn(40, V, generator=torch.Generator().manual_seed(0))
