@@ -76,7 +76,12 @@ def _sizes(config: RunConfig) -> Iterator[str]:
     )
     yield from _positive(config, "train", "train_iters", "train_tokens", "global_batch_size", "micro_batch_size")
     yield from _positive(config, "data", "sequence_length")
-    yield from _positive(config, "eval", "samples")
+    yield from _positive(config, "eval", "samples", "draft_samples")
+    if not 0 <= config.eval.drafts < config.data.sequence_length - 1:
+        yield (
+            f"eval.drafts={config.eval.drafts} must lie between 0 (none) and data.sequence_length - 2 = "
+            f"{config.data.sequence_length - 2}"
+        )
     yield from _positive(config, "logging", "interval")
     for name in ("hidden_dropout", "attention_dropout"):
         if not 0 <= getattr(model, name) < 1:

@@ -232,6 +232,10 @@ class EvalConfig:
     """Validate before the first step, so that the summary has a before and an after."""
     clean: bool = True
     """Also score clean prefixes: for card and arm that is the exact autoregressive likelihood."""
+    drafts: int = 0
+    """Also draft this many tokens at each sample's end: logs the accept length of block decoding; 0 does not."""
+    draft_samples: int = 64
+    """Samples of each set that are drafted on; two forward passes each."""
 
 
 @dataclass

@@ -12,6 +12,7 @@ from card_megatron.config.schema import ObjectiveConfig
 from card_megatron.data.datasets import ObjectiveDataset
 from card_megatron.data.loader import MicroBatchSampler, micro_batches, reads_data
 from card_megatron.objectives import Arm, Objective
+from card_megatron.training.drafts import draft_metrics
 from card_megatron.training.metrics import read_report, reduce_report, sum_reports
 from card_megatron.training.state import TrainState
 from card_megatron.training.step import run_schedule
@@ -35,6 +36,12 @@ def evaluate(
             clean = Arm(ObjectiveConfig(), mask_id=state.objective.mask_id, eod_id=state.objective.eod_id)
             exact = metrics if isinstance(state.objective, Arm) else _score(state, dataset, clean, label, beat)
             metrics |= {"clean_nll": exact["nll"], "clean_perplexity": exact["perplexity"]}
+        if state.config.eval.drafts:
+
+            def passes(tail: Objective, step: Callable, dataset: Any = dataset, label: str = label) -> list[Any]:
+                return _passes(state, dataset, tail, label, state.config.eval.draft_samples, beat, step)
+
+            metrics |= draft_metrics(state, passes)
         results[name] = metrics
     return results
 
@@ -43,11 +50,26 @@ def _score(
     state: TrainState, dataset: Any, objective: Objective, label: str, beat: Callable[[], None]
 ) -> dict[str, Any]:
     """Forward passes over a whole set."""
+    weight_sum, state.weight_sum = state.weight_sum, None
+    reports = _passes(state, dataset, objective, label, state.config.eval.samples, beat)
+    state.weight_sum = weight_sum
+    return read_report(reduce_report(sum_reports(reports)).tolist(), state.config.objective.normalize)
+
+
+def _passes(
+    state: TrainState,
+    dataset: Any,
+    objective: Objective,
+    label: str,
+    most: int | None,
+    beat: Callable[[], None],
+    forward_step: Callable | None = None,
+) -> list[Any]:
+    """The model over the first samples of a set, as an objective makes them; what the forward steps reported here."""
     config = state.config
     replicas = parallel_state.get_data_parallel_world_size()
     samples = _same_on_all_ranks(0 if dataset is None else len(dataset))
-    if config.eval.samples is not None:
-        samples = min(samples, config.eval.samples)
+    samples = samples if most is None else min(samples, most)
     # whole rounds of the pipeline, as its interleaved schedule needs; rows that fill one up count for nothing
     stages = config.parallel.pipeline_model_parallel_size
     batches = -(-samples // (config.train.micro_batch_size * replicas * stages)) * stages
@@ -62,26 +84,24 @@ def _score(
             )
             for _ in state.model
         ]
-    weight_sum, state.weight_sum = state.weight_sum, None
     for chunk in state.model:
         chunk.eval()
-    total = sum_reports([])
+    reports = []
     with torch.no_grad():
         for start in range(0, batches, batches_a_pass):
-            reports = run_schedule(
+            reports += run_schedule(
                 state,
                 data,
                 forward_only=True,
+                forward_step=forward_step,
                 num_microbatches=min(batches_a_pass, batches - start),
                 seq_length=config.data.sequence_length,
                 micro_batch_size=config.train.micro_batch_size,
             )
-            total += sum_reports(reports)
             beat()
     for chunk in state.model:
         chunk.train()
-    state.weight_sum = weight_sum
-    return read_report(reduce_report(total).tolist(), config.objective.normalize)
+    return reports
 
 
 def _same_on_all_ranks(value: int) -> int:

@@ -55,10 +55,12 @@ def train_step(state: TrainState) -> StepResult:
     return StepResult(report, state.samples, grad_norm, learning_rate, skipped=not updated)
 
 
-def run_schedule(state: TrainState, data: list[Any], *, forward_only: bool, **shape: int) -> list[torch.Tensor]:
+def run_schedule(
+    state: TrainState, data: list[Any], *, forward_only: bool, forward_step: Callable | None = None, **shape: int
+) -> list[Any]:
     """Megatron's schedule for this layout over the micro-batches of one step."""
     return state.forward_backward(
-        forward_step_func=make_forward_step(state),
+        forward_step_func=forward_step or make_forward_step(state),
         data_iterator=data,
         model=state.model,
         forward_only=forward_only,
