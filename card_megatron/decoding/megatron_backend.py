@@ -151,7 +151,9 @@ class MegatronBackend:
 
     def _product(self, linear: Any) -> Callable[..., torch.Tensor]:
         """What a parallel linear layer calls to multiply; it communicates itself, before and after."""
-        packed = PackedWeight(self.output_weight if linear.weight is None else linear.weight)
+        weight = self.output_weight if linear.weight is None else linear.weight
+        assert weight is not None
+        packed = PackedWeight(weight)
         return lambda input, weight, bias=None, **unused: packed.linear(input, bias)
 
     def _has_rope(self, attention: Any) -> bool:
@@ -184,7 +186,8 @@ def _attend(cache_pass: CachePass, layer: int, rotate: Rotation | None, scale: f
     query, key, value = qkv_WBND
     if rotate is not None:
         query, key = rotate(query), rotate(key)
-    out_BWND = cache_pass.attend(layer, *(x.permute(1, 2, 0, 3) for x in (query, key, value)), scale)
+    query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    out_BWND = cache_pass.attend(layer, query, key, value, scale)
     return out_BWND.transpose(0, 1).flatten(2)
 
 
