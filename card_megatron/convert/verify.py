@@ -87,6 +87,7 @@ def megatron_scores(
 def transformers_scores(folder: Path, inputs: list[torch.Tensor], tokens: torch.Tensor) -> list[torch.Tensor]:
     """The same by transformers, as any user would load it."""
     transformers = import_transformers()
+    transformers.utils.logging.disable_progress_bar()
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         str(folder), dtype=torch.float32, output_loading_info=True, local_files_only=True
     )

@@ -103,10 +103,12 @@ def _open_megatron(
 def _open_hf(folder: Path, ranks: Ranks, dtype: str | None, tokenizer: str | None) -> OpenModel:
     try:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
     except ImportError as error:
         raise ConfigError("an exported folder needs transformers: pip install 'card_megatron[hf]'") from error
     from card_megatron.decoding.hf_backend import HFBackend
 
+    logging.disable_progress_bar()
     kinds: dict[str | None, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16}
     kind = kinds.get(dtype, "auto" if torch.cuda.is_available() else torch.float32)
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=kind, local_files_only=True).eval()

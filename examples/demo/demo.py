@@ -1,4 +1,4 @@
-"""The main job from text to a trained model, on one CPU, with nothing to download.
+"""The main job from text to a trained, exported model that generates, on one CPU, with nothing to download.
 
     make demo        or        python examples/demo/demo.py --folder runs/demo
 
@@ -29,6 +29,7 @@ from card_megatron.data.tokenizer_training import train_sentencepiece
 from card_megatron.data.tokenizers import load_tokenizer
 from card_megatron.platform import Ranks, capabilities, install
 
+PROMPT = "The following example shows how"
 EXAMPLE = Path(__file__).parent.parent / "configs" / "card_tiny.yaml"
 console = Console(highlight=False)
 
@@ -45,6 +46,10 @@ class Demo:
     @property
     def data(self) -> Path:
         return self.folder / "data"
+
+    @property
+    def exported(self) -> Path:
+        return self.folder / "hf"
 
     @property
     def tokenizer(self) -> Path:
@@ -95,8 +100,51 @@ def train_model(demo: Demo) -> str:
     return f"{demo.summary['consumed_tokens']:,} tokens in {demo.summary['seconds']:.0f} s"
 
 
-STAGES: list[Callable[[Demo], str]] = [make_corpus, make_tokenizer, make_tokens, train_model]
-"""In order. Export, decoding and evaluation will follow here."""
+def export_model(demo: Demo) -> str:
+    """Export it as a plain Hugging Face folder, compared with transformers"""
+    from card_megatron.checkpoint.source import open_source
+    from card_megatron.convert.to_hf import to_hf
+
+    source = open_source(demo.folder / "run")
+    exported = to_hf(
+        source, demo.exported, load_tokenizer(demo.tokenizer), force=demo.exported.exists(), say=lambda text: None
+    )
+    return str(exported.comparison)
+
+
+def load_in_transformers(demo: Demo) -> str:
+    """Load the folder in plain transformers, and decode several tokens a pass there"""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = str(demo.exported)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    plain = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    ours = model.generate(
+        **inputs, max_new_tokens=40, custom_generate=folder, trust_remote_code=True, strategy="verify"
+    )
+    same = "the same text" if plain.tolist() == ours.tolist() else "another text"
+    return f"{type(model).__name__}.generate and our lossless decoding: {same}"
+
+
+def generate_text(demo: Demo) -> str:
+    """Generate, lossless, with the Megatron checkpoint"""
+    from card_megatron.decoding.model import open_model
+    from card_megatron.decoding.sampling import SamplingParams
+    from card_megatron.decoding.text import Generation, generate
+
+    with open_model(demo.folder / "run") as model:
+        options = Generation(drafts=4, adaptive=False, max_new_tokens=60, sampling=SamplingParams(0.7, seed=1))
+        (made,), stats = generate(model, [PROMPT], options)
+    console.print(f"    {PROMPT + made.text!r}", soft_wrap=True, markup=False)
+    return f"{stats.tokens_produced} tokens in {stats.passes} passes: {stats.tokens_per_pass:.2f} a pass"
+
+
+STAGES: list[Callable[[Demo], str]] = [
+    *(make_corpus, make_tokenizer, make_tokens, train_model),
+    *(export_model, load_in_transformers, generate_text),
+]
+"""In order."""
 
 
 def report(demo: Demo) -> None:
@@ -120,6 +168,7 @@ def report(demo: Demo) -> None:
         "metrics": demo.folder / "run" / "metrics.jsonl",
         "TensorBoard": demo.folder / "run" / "tensorboard",
         "weights (any layout loads them)": demo.summary["checkpoint"],
+        "exported model, with its card": demo.exported / "README.md",
     }
     for what, place in places.items():
         console.print(f"{what:<34}{place}", soft_wrap=True)
