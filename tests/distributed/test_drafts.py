@@ -46,7 +46,7 @@ def test_every_layout_measures_the_same(summaries, name):
     assert ours["passes_per_token"] == pytest.approx(2 / (2 + ours["accept_length"]))
 
 
-def test_it_is_what_decoding_accepts(summaries, corpus):
+def test_it_is_what_decoding_accepts(summaries, corpus, tmp_path):
     """The decoder itself: of a request's tokens, those of the second pass are the accepted drafts and one more."""
     from card_megatron.data.datasets import build_clean_datasets
     from card_megatron.data.tokenizers import load_tokenizer
@@ -56,7 +56,7 @@ def test_it_is_what_decoding_accepts(summaries, corpus):
 
     summary = summaries["one process"]
     with open_model(summary["checkpoint"]) as model:
-        config = tiny_config(corpus, "unused", f"--data.validation.second=[{corpus}/second]")
+        config = tiny_config(corpus, tmp_path, f"--data.validation.second=[{corpus}/second]")
         datasets = build_clean_datasets(config, load_tokenizer(f"{corpus}/tokenizer.model"))
         samples = [datasets.validation["second"][index]["tokens"].tolist() for index in range(13)]
         requests = [Request(tokens[:-DRAFTS], DRAFTS + 2) for tokens in samples]
