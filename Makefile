@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 .PHONY: help env demo test soak lint format docs bench clean
 
 help:
-	@echo "make demo    text -> tokenizer -> tokens -> a trained CARD model, on this CPU"
+	@echo "make demo    text -> tokenizer -> tokens -> a trained CARD model -> an export -> text, on this CPU"
 	@echo "make test    the whole test suite"
 	@echo "make soak    20 kills of real runs at random moments, each restarted: nothing may be lost"
 	@echo "make env     only create $(VENV) with everything a CPU user needs"
@@ -52,6 +52,8 @@ bench: env
 	$(BIN)/python benchmarks/step_cost.py --check
 	$(BIN)/python benchmarks/checkpoint_cost.py --check
 	$(BIN)/python benchmarks/preprocess.py --check
+	$(BIN)/python benchmarks/convert.py --check
+	$(BIN)/python benchmarks/decoding.py --check
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
