@@ -217,47 +217,44 @@ def roles(backend: Any) -> dict[str, str]:
 
 def encoding_differences(tokenizer: Tokenizer, folder: Path, texts: Sequence[str] = ODD_TEXTS) -> list[str]:
     """A line for each text that the files in a folder encode or decode otherwise than ours; none where all agree."""
-    texts = [*texts, *reserved_texts(folder)]
+    plain, auto = load_plain(folder), load_auto(folder)
+    texts = [*texts, *reserved_texts(plain)]
     ours = [ids.tolist() for ids in tokenizer.encode_batch(texts)]
+    by_auto = auto(texts, verbose=False)["input_ids"]
+    by_plain = [encoding.ids for encoding in plain.encode_batch_fast(texts)]
+    plain_decode = partial(plain.decode, skip_special_tokens=False)
     return [
-        *special_differences(tokenizer, folder),
-        *encoded_differently(tokenizer, "transformers", texts, ours, *with_transformers(folder, texts)),
-        *encoded_differently(tokenizer, "tokenizers", texts, ours, *with_tokenizers(folder, texts)),
+        *special_differences(tokenizer, auto),
+        *encoded_differently(tokenizer, "transformers", texts, ours, by_auto, auto.decode),
+        *encoded_differently(tokenizer, "tokenizers", texts, ours, by_plain, plain_decode),
     ]
 
 
-def reserved_texts(folder: Path) -> list[str]:
-    """Texts that spell the tokens which the tokenizer in a folder keeps apart from text."""
-    tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
-    return [f"a{token['content']} {token['content']}b" for token in tokens[:RESERVED]]
-
-
-def special_differences(tokenizer: Tokenizer, folder: Path) -> list[str]:
-    theirs = _transformers_tokenizer(folder)
-    pairs = (("mask_token", tokenizer.mask, theirs.mask_token_id), ("eos_token", tokenizer.eod, theirs.eos_token_id))
-    return [f"{name} is {found} in transformers, {ours} here" for name, ours, found in pairs if found != ours]
-
-
-def with_transformers(folder: Path, texts: Sequence[str]) -> tuple[list[list[int]], Callable[[list[int]], str]]:
-    theirs = _transformers_tokenizer(folder)
-    return theirs(list(texts), verbose=False)["input_ids"], theirs.decode
-
-
-def with_tokenizers(folder: Path, texts: Sequence[str]) -> tuple[list[list[int]], Callable[[list[int]], str]]:
+def load_plain(folder: Path) -> Any:
     import tokenizers
 
-    theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    theirs.encode_special_tokens = True
-    encodings = theirs.encode_batch_fast(list(texts))
-    return [encoding.ids for encoding in encodings], partial(theirs.decode, skip_special_tokens=False)
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.encode_special_tokens = True
+    return backend
 
 
-def _transformers_tokenizer(folder: Path) -> Any:
+def load_auto(folder: Path) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ConfigError("checking a tokenizer needs transformers: pip install 'card_megatron[hf]'") from error
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
+def reserved_texts(backend: Any) -> list[str]:
+    """Texts that spell the tokens which a tokenizer keeps apart from text."""
+    names = [token.content for token in backend.get_added_tokens_decoder().values()]
+    return [f"a{name} {name}b" for name in names[:RESERVED]]
+
+
+def special_differences(tokenizer: Tokenizer, auto: Any) -> list[str]:
+    pairs = (("mask_token", tokenizer.mask, auto.mask_token_id), ("eos_token", tokenizer.eod, auto.eos_token_id))
+    return [f"{name} is {found} in transformers, {ours} here" for name, ours, found in pairs if found != ours]
 
 
 def encoded_differently(
