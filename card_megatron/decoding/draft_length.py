@@ -12,6 +12,10 @@ MEMORY = 0.98
 """What a pass leaves of the weight of those before it: about the last 50 count."""
 WORTH_IT = 1.05
 """Drafting must promise this much more than plain passes: the promise is an estimate."""
+WORTH_A_TRY = 1.15
+"""What drafting must promise, if acceptance were high, to be tried again where it did not pay."""
+RETHINK = 8
+"""Plain passes between two looks at the numbers: looking is not free at one row of a small model."""
 FEW_ROWS = 4
 """Up to here a wider pass is cheap enough to be tried on hope."""
 
@@ -64,18 +68,21 @@ class DraftLength:
         cost = self.costs.get(rows.bit_length())
         if not self.most or cost is None or not cost.weight:
             return 0  # plain passes first: they are what drafting is compared with
+        if self.plain_passes % RETHINK:
+            self.plain_passes += 1
+            return 0
         rates = self.rates()[: self._deepest(rows)]
         best, gain = self._best(cost, rows, rates, self._slope(cost, rows))
         if gain > WORTH_IT:
             self.plain_passes = self.failed_tries = 0
             return best
         self.plain_passes += 1
-        if self.plain_passes < (4 if rows <= FEW_ROWS else 24) * 2**self.failed_tries:
+        if self.plain_passes < (RETHINK if rows <= FEW_ROWS else 6 * RETHINK) * 3**self.failed_tries:
             return 0
-        self.plain_passes, self.failed_tries = 0, self.failed_tries + 1
+        self.failed_tries += 1
         hopes = [max(rate, 0.9) for rate in rates]
-        hoped, gain = self._best(cost, rows, hopes, self._slope(cost, rows, hopeful=True))
-        return hoped if gain > WORTH_IT else 0
+        best, gain = self._best(cost, rows, hopes, self._slope(cost, rows, hopeful=True))
+        return best if gain > WORTH_A_TRY else 0
 
     def _deepest(self, rows: int) -> int:
         """Drafts go little deeper than acceptance is known: a try that fails must not cost much."""
@@ -100,11 +107,11 @@ class DraftLength:
 
     def rates(self) -> list[float]:
         """Acceptance at depth 1, 2, … given that of those before; a depth without evidence is like the last."""
-        rates, guess, belief = [], 0.7, 4.0
+        rates, guess, belief = [], 0.6, 2.0
         for tried, accepted in zip(self.tried[1:], self.accepted[1:], strict=True):
             guess = (accepted + belief * guess) / (tried + belief)
             rates.append(guess)
-            belief = 2.0
+            belief = 1.0
         return rates
 
     def _slope(self, cost: Cost, rows: int, *, hopeful: bool = False) -> float:
