@@ -105,8 +105,8 @@ def make_models(folder: Path, corpus: Path | None, held_out: Path | None) -> tup
             )
     exported = folder / "card_bytes_hf"
     if not exported.exists():
-        source = open_source(folder / "card_bytes")
-        to_hf(source, exported, tokenizer_of(source.config))
+        trained = open_source(folder / "card_bytes")
+        to_hf(trained, exported, tokenizer_of(trained.config))
     return folder / "card_bytes", exported, folder / "arm"
 
 

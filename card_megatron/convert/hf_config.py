@@ -110,7 +110,7 @@ def _activation(config: dict[str, Any]) -> Any:
     raise ConfigError(f"hidden_act={config['hidden_act']} is none of {', '.join(ACTIVATIONS.values())}")
 
 
-def _biases(config: dict[str, Any], architecture: str) -> dict[str, bool]:
+def _biases(config: dict[str, Any], architecture: str) -> dict[str, Any]:
     attention, mlp = bool(config.get("attention_bias", False)), bool(config.get("mlp_bias", False))
     if architecture == "Qwen2ForCausalLM":
         return {"add_qkv_bias": True, "add_bias_linear": False}

@@ -68,7 +68,7 @@ class WeightReader:
         """
         stored = self.reader.storage_data[item.storage_index]
         with (self.checkpoint / stored.relative_path).open("rb", buffering=0) as file:
-            archive = Slice(file, stored.offset, stored.length)
+            archive: Any = Slice(file, stored.offset, stored.length)
             with torch.serialization.skip_data():
                 layout = torch.load(archive, map_location="cpu", weights_only=True)
             start = bytes_of_only_storage(archive)
@@ -79,7 +79,7 @@ class WeightReader:
                 self.room = torch.empty(layout.nbytes, dtype=torch.uint8)
             room = self.room[: layout.nbytes]
             file.seek(stored.offset + start)
-            rest = memoryview(room.numpy())
+            rest = memoryview(room.numpy().data)
             while rest:
                 count = file.readinto(rest)
                 if not count:

@@ -143,7 +143,7 @@ class SafetensorsFolder:
         tensor = torch.empty(place.shape, dtype=place.dtype)
         with place.path.open("rb", buffering=0) as file:
             file.seek(place.start)
-            rest = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+            rest = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
             while rest and (count := file.readinto(rest)):
                 rest = rest[count:]
         return tensor

@@ -14,11 +14,12 @@ eos_token_id, pad_token_id) it takes:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from card_megatron.decoding.block import Confidence, Verify, autoregressive
+from card_megatron.decoding.block import Confidence, Strategy, Verify, autoregressive
 from card_megatron.decoding.engine import Request, decode
 from card_megatron.decoding.hf_backend import HFBackend
 from card_megatron.decoding.sampling import SamplingParams
@@ -56,7 +57,7 @@ def generate(
     mask = mask_token_id if mask_token_id is not None else getattr(model.config, "mask_token_id", None)
     if mask is None:
         raise ValueError("the model's config.json names no mask_token_id; give mask_token_id")
-    known = {
+    known: dict[str, Callable[[], Strategy]] = {
         "ar": autoregressive,
         "confidence": lambda: Confidence(block_size, tau, max_passes, commit, min_fill),
         "verify": lambda: Verify(drafts, adaptive),

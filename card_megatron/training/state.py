@@ -63,7 +63,7 @@ class TrainState:
         return self.global_batch_size // rows
 
     @property
-    def shape(self) -> dict[str, int]:
+    def shape(self) -> dict[str, Any]:
         """What Megatron's schedules ask about the micro-batches."""
         return dict(
             num_microbatches=self.num_microbatches,

@@ -56,7 +56,7 @@ def train_step(state: TrainState) -> StepResult:
 
 
 def run_schedule(
-    state: TrainState, data: list[Any], *, forward_only: bool, forward_step: Callable | None = None, **shape: int
+    state: TrainState, data: list[Any], *, forward_only: bool, forward_step: Callable | None = None, **shape: Any
 ) -> list[Any]:
     """Megatron's schedule for this layout over the micro-batches of one step."""
     return state.forward_backward(

@@ -117,7 +117,8 @@ def load_in_transformers(demo: Demo) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = str(demo.exported)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(PROMPT, return_tensors="pt")
     plain = model.generate(**inputs, max_new_tokens=40, do_sample=False)
     ours = model.generate(
