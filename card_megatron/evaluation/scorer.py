@@ -82,7 +82,7 @@ class Scorer:
         self.scored_here = 0
         """Pairs that this rank's replica has processed."""
         self.forwarded = 0
-        """Tokens that this rank's replica has fed, padding aside; fewer than the pairs have, where these share prefixes."""
+        """Tokens that this rank's replica has fed, padding aside; shared prefixes count once."""
 
     def score(self, pairs: Sequence[Pair], *, per_token: bool = False, progress: Progress | None = None) -> list[Score]:
         """One Score for each (context, continuation), in their order; neither part may be empty."""

@@ -1,0 +1,140 @@
+"""Texts that the harness asks to be continued, with our decoders: its options, its stops, its cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from card_megatron.config.errors import ConfigError
+from card_megatron.decoding.block import Confidence, Strategy, Verify, autoregressive
+from card_megatron.decoding.engine import Request, decode
+from card_megatron.decoding.model import OpenModel
+from card_megatron.decoding.sampling import SamplingParams
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+MOST_ROWS = 64
+STRATEGIES: dict[str, Callable[[int | None, float], Strategy]] = {
+    "ar": lambda K, tau: autoregressive(),
+    "confidence": lambda K, tau: Confidence(block=16 if K is None else K, tau=tau),
+    "verify": lambda K, tau: Verify(drafts=8 if K is None else K),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One text to be continued."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    until: tuple[str, ...]
+    sampling: SamplingParams
+    truncated: bool = field(compare=False, default=False)
+
+    def cut(self, text: str) -> str:
+        """Up to the first stop, as the harness cuts."""
+        for stop in filter(None, self.until):
+            text = text.split(stop)[0]
+        return text
+
+
+class Continuations:
+    """A decoder for jobs; every rank calls it with the same, replicas take a share each."""
+
+    def __init__(self, model: OpenModel, *, strategy: str | None, K: int | None, tau: float, batch_tokens: int):
+        # lossless: the text is that of `ar`, sooner
+        self.strategy = strategy or ("verify" if model.objective == "card" else "ar")
+        if self.strategy not in STRATEGIES:
+            raise ConfigError(f"strategy={strategy} is none of {', '.join(STRATEGIES)}")
+        self.model, self.K, self.tau, self.batch_tokens = model, K, tau, batch_tokens
+        try:
+            self._strategy()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def __repr__(self) -> str:
+        """What the text depends on, for the store's keys."""
+        return f"{self.strategy} K={self.K} tau={self.tau}"
+
+    def _strategy(self) -> Strategy:
+        return STRATEGIES[self.strategy](self.K, self.tau)
+
+    def job(
+        self,
+        prompt: list[int],
+        options: dict[str, Any],
+        end_of_text: str | None,
+        *,
+        seed: int,
+        default_new: int,
+        max_length: int,
+    ) -> Job:
+        """A request of the harness, whose options are transformers'; the prompt keeps what leaves room for the text."""
+        from lm_eval.models.utils import normalize_gen_kwargs
+
+        known = dict(normalize_gen_kwargs(options, default_new))
+        new, until = int(known.pop("max_gen_toks")), known.pop("until")
+        sampled = known.pop("do_sample")
+        chosen = {name: known.pop(name) for name in SAMPLING if name in known}
+        if known:
+            raise ConfigError(
+                f"generation option {', '.join(known)} is not known here; "
+                f"known are until, max_gen_toks, do_sample, {', '.join(SAMPLING)}"
+            )
+        if max_length <= new:
+            raise ConfigError(
+                f"max_gen_toks={new} leaves no room for a prompt in max_length={max_length}; "
+                "ask for less: --gen_kwargs max_gen_toks=..."
+            )
+        if not sampled:
+            chosen["temperature"] = 0.0
+        try:
+            sampling = SamplingParams(**chosen, seed=seed if sampled else 0)
+        except ValueError as error:
+            raise ConfigError(f"generation option {error}") from error
+        prompt = prompt or [self.model.tokenizer.eod]
+        kept = tuple(prompt[-(max_length - new) :])
+        ends = [] if end_of_text is None else [end_of_text]
+        return Job(kept, new, (*until, *ends), sampling, truncated=len(kept) < len(prompt))
+
+    def generate(self, jobs: Sequence[Job], text_of: Callable[[Sequence[int]], str]) -> list[list[int]]:
+        """The tokens of each job, on every rank."""
+        order = sorted(range(len(jobs)), key=lambda index: -len(jobs[index].prompt) - jobs[index].max_new_tokens)
+        mine = order[self.model.replica :: self.model.replicas]
+        found: dict[int, list[int]] = {}
+        if mine:
+            longest = max(len(jobs[index].prompt) + jobs[index].max_new_tokens for index in mine)
+            results, _ = decode(
+                self.model.backend,
+                [self._request(jobs[index], text_of) for index in mine],
+                self._strategy(),
+                mask_id=self.model.tokenizer.mask,
+                forbidden=self.model.forbidden,
+                batch_size=max(1, min(MOST_ROWS, 4 * self.batch_tokens // longest)),
+            )
+            found = {index: result.tokens for index, result in zip(mine, results, strict=True)}
+        if self.model.replicas > 1:
+            everyone: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, found if self.model.leads else {})
+            found = {index: tokens for part in everyone for index, tokens in part.items()}
+        return [found[index] for index in range(len(jobs))]
+
+    def _request(self, job: Job, text_of: Callable[[Sequence[int]], str]) -> Request:
+        stops, seen = [stop for stop in job.until if stop], 0
+        # in tokens: a token has one byte at least, and a character can have several
+        reach = max((len(stop.encode()) for stop in stops), default=0) + 3
+
+        def stop(tokens: list[int]) -> int | None:
+            nonlocal seen
+            text, seen = text_of(tokens[max(0, seen - reach) :]), len(tokens)
+            return len(tokens) if any(stop in text for stop in stops) else None
+
+        return Request(
+            list(job.prompt),
+            job.max_new_tokens,
+            job.sampling,
+            eos_ids=(self.model.tokenizer.eod,),
+            stop=stop if stops else None,
+        )
