@@ -35,19 +35,8 @@ from card_megatron.data.tokenizers import (
 )
 
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
-"""The class that takes tokenizer.json as it is; Llama's and Qwen's own put their rules in the place of the file's."""
-REBUILDING_MODEL_TYPES = ("qwen2",)
-"""Model types for which transformers 5 takes its own class whatever tokenizer_config.json says, unless that has an
-auto_map (which is not followed without trust_remote_code)."""
-AUTO_MAP_FILE = "tokenization_as_saved.py"
-AUTO_MAP_CODE = '''"""tokenizer.json as it was saved: transformers has rules of its own for this model type."""
-
-from transformers import PreTrainedTokenizerFast
-
-
-class TokenizerAsSaved(PreTrainedTokenizerFast):
-    pass
-'''
+"""The class that takes tokenizer.json as it is; Llama's and Qwen's own put their rules in the place of the file's.
+For a config.json of Qwen2, which we never write, transformers 5 takes Qwen2's whatever is said here."""
 ROLES = {
     "bos_token": ("<s>", "<bos>", "[BOS]", "<|begin_of_text|>"),
     "unk_token": ("<unk>", "[UNK]", "<|unk|>"),
@@ -129,10 +118,7 @@ ODD_TEXTS = (
 
 
 def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, model_max_length: int) -> None:
-    """Write a fast tokenizer that gives the same ids.
-
-    Write the model's config.json first: for the types in REBUILDING_MODEL_TYPES the tokenizer needs an auto_map.
-    """
+    """Write a fast tokenizer that gives the same ids."""
     backend = fast_backend(tokenizer)
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -146,18 +132,10 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, model_max_length: in
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
     }
-    if model_type(folder) in REBUILDING_MODEL_TYPES:
-        config["auto_map"] = {"AutoTokenizer": [None, f"{Path(AUTO_MAP_FILE).stem}.TokenizerAsSaved"]}
-        (folder / AUTO_MAP_FILE).write_text(AUTO_MAP_CODE)
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     if isinstance(tokenizer, SentencePieceTokenizer):
         shutil.copyfile(tokenizer.path, folder / "tokenizer.model")
-
-
-def model_type(folder: Path) -> str | None:
-    config = folder / "config.json"
-    return json.loads(config.read_text()).get("model_type") if config.is_file() else None
 
 
 def fast_backend(tokenizer: Tokenizer) -> Any:
