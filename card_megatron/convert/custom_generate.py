@@ -1,4 +1,4 @@
-"""custom_generate/generate.py of an exported folder, put together from the files of decoding/: nothing is said twice."""
+"""custom_generate/generate.py of an exported folder, put together from the files of decoding/: nothing twice."""
 
 from __future__ import annotations
 

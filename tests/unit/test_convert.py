@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -359,3 +360,27 @@ def test_sizes_are_read():
     for text in ("GB", "-1", "0", "4 parsecs"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
             size(text)
+
+
+def test_megatron_lms_flags(run, corpus, tmp_path):
+    """tools/convert_checkpoint.py, and a run that starts from what it made by the command line's own option."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+    try:
+        import convert_checkpoint
+    finally:
+        sys.path.pop(0)
+    out, back = tmp_path / "hf", tmp_path / "start"
+    convert_checkpoint.main(
+        ["--load-dir", str(run), "--save-dir", str(out), "--target", "hf", "--params-dtype", "bf16"]
+    )
+    convert_checkpoint.main(["--load-dir", str(out), "--save-dir", str(back), "--target", "mcore", "--no-verify"])
+    assert {tensor.dtype for tensor in weights(out).values()} == {torch.bfloat16}
+    with pytest.raises(SystemExit):
+        convert_checkpoint.main(["--load-dir", str(out), "--save-dir", str(back), "--target", "mcore", "--ema"])
+    arguments = ["--train.train_iters=1", "--data.sequence_length=32", f"--data.train=[{corpus}/first]"]
+    arguments += ["--train.global_batch_size=2", "--train.micro_batch_size=2", "--data.num_workers=0"]
+    # its tokenizer is the export's tokenizer.json, which encodes as the .model does and is another file
+    arguments += [f"--data.tokenizer={corpus}/tokenizer.model", f"--run_dir={tmp_path / 'run'}"]
+    cli.main(["train", "--config", str(back / "run.yaml"), "--init-from", str(back), *arguments])
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["checkpoint"] for event in events if event["event"] == "initialised"] == [str(back)]
