@@ -54,7 +54,7 @@ def read_set(name: str, path: Path, limit: int | None = None) -> TextSet:
     if not path.is_file():
         raise ConfigError(f"--data {name}={path}: no such file; give a .jsonl, .tokens, .txt or .raw file")
     if path.suffix == SENTENCES and kind_of(path) is None:
-        found: list[str | Problem] = list(path.read_text("utf-8").splitlines())
+        found: list[str | Problem] = list(path.read_text("utf-8").split("\n"))
     else:
         found = [
             document

@@ -21,27 +21,14 @@ from card_megatron.evaluation import perplexity
 from card_megatron.evaluation.perplexity import measure, windows
 from card_megatron.evaluation.report import markdown_table, perplexity_of, ratio_error, shown
 from card_megatron.evaluation.texts import PAPER, TextSet, preset_paths, read_set
+from tests.evaluation import bytes_llama
 
 DOCUMENTS = ["The owl and the pussycat went to sea in a boat.", "Ünïcode, too.", "a"]
 
 
 @pytest.fixture(scope="module")
 def llama():
-    """A small transformers model of bytes, with sharper outputs than new weights have."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=260,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        initializer_range=0.5,
-        eos_token_id=256,
-    )
-    return LlamaForCausalLM(config).eval().requires_grad_(False)
+    return bytes_llama()
 
 
 @pytest.fixture
