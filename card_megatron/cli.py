@@ -16,6 +16,7 @@ COMMANDS = {
     "checkpoint": ("card_megatron.commands.checkpoint", "list, inspect or verify what a run has saved"),
     "convert": ("card_megatron.commands.convert", "to and from the inference format, a Hugging Face folder"),
     "generate": ("card_megatron.commands.generate", "continue prompts, several tokens a pass"),
+    "eval": ("card_megatron.commands.evaluate", "tasks of the lm-evaluation-harness, perplexities, generated text"),
     "data": ("card_megatron.commands.data", "make a corpus, a tokenizer, or .bin/.idx files"),
 }
 """Command -> (module whose run(arguments) does it, what it does)."""

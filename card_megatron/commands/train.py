@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from card_megatron.config.errors import ConfigError
-from card_megatron.config.load import config_parser, load_config, option_pairs, rank_count
+from card_megatron.config.load import config_parser, load_config, rank_count
 from card_megatron.platform import capabilities, ranks_from_environment
 
 DESCRIPTION = """Train a model. Fields come from defaults, then --preset, then --config, then --section.key value.
@@ -44,13 +44,15 @@ def refuse_unwritable(run_dir: str) -> None:
         raise ConfigError(f"run_dir={run_dir}: {existing} is no folder that can be written to; choose another run_dir")
 
 
-def start_local_ranks(count: int, arguments: Sequence[str]) -> None:
+def start_local_ranks(count: int, arguments: Sequence[str], command: str = "train") -> None:
     """Become torchrun with this very command, --nproc aside; it does not return."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, capabilities().cpu_cores // count)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     # torchrun would read --nproc, wherever it stands, as a short form of its own options
-    options = [
-        f"{key}={value}" if value is not None else key for key, value in option_pairs(arguments) if key != "--nproc"
-    ]
+    options, skip = [], False
+    for argument in arguments:
+        if not skip and argument.partition("=")[0] != "--nproc":
+            options.append(argument)
+        skip = argument == "--nproc" and not skip  # its value follows
     sys.stdout.flush()
-    os.execv(sys.executable, [*command, "-m", "card_megatron", "train", *options])
+    os.execv(sys.executable, [*torchrun, "-m", "card_megatron", command, *options])

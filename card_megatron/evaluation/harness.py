@@ -28,8 +28,8 @@ from card_megatron.evaluation.continuations import Continuations
 from card_megatron.evaluation.scorer import Scorer
 from card_megatron.evaluation.store import Store, request_key
 
-CHUNK_TOKENS = 2**17
-"""Tokens of the requests that a replica scores between two writes to the store."""
+CHUNK_PASSES = 16
+"""Passes' worth of tokens that a replica scores between two writes to the store."""
 IGNORED = ("batch_size", "max_batch_size", "device")
 """What the harness gives every model: batches are made by tokens here, and ranks have a device."""
 
@@ -185,7 +185,7 @@ class CardLM(TemplateLM):
             return [(key, answers[key]) for key in part]
 
         sizes = {key: len(context) + len(rest) for key, (context, rest) in open_pairs.items()}
-        self._in_chunks(score, sizes, CHUNK_TOKENS, "scoring", silent)
+        self._in_chunks(score, sizes, CHUNK_PASSES * self.scorer.batch_tokens, "scoring", silent)
         if self.store is not None:
             answers.update((key, tuple(self.store[key])) for key in keys if key not in answers)
         return [answers[key] for key in keys]
@@ -219,7 +219,7 @@ class CardLM(TemplateLM):
             return [(key, answers[key]) for key in part]
 
         sizes = {key: len(job.prompt) + job.max_new_tokens for key, job in open_jobs.items()}
-        self._in_chunks(generate, sizes, CHUNK_TOKENS // 4, "generating", disable_tqdm)
+        self._in_chunks(generate, sizes, CHUNK_PASSES * self.scorer.batch_tokens // 4, "generating", disable_tqdm)
         if self.store is not None:
             answers.update((key, self.store[key]) for key in keys if key not in answers)
         for request, key in zip(requests, keys, strict=True):

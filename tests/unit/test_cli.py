@@ -28,6 +28,7 @@ SUBCOMMANDS = [
     *(["data", "tokenizer", name] for name in ("train", "add-mask")),
     *(["checkpoint", name] for name in ("list", "inspect", "verify")),
     *(["convert", name] for name in ("to-hf", "from-hf")),
+    *(["eval", name] for name in ("perplexity",)),
 ]
 TIME_LIMIT = 120
 
