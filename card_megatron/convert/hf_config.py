@@ -26,7 +26,9 @@ def architecture_of(model: ModelConfig) -> str:
     return "Qwen3ForCausalLM" if model.qk_layernorm else "LlamaForCausalLM"
 
 
-def to_hf_config(model: ModelConfig, *, dtype: str, eos: int | None, mask: int | None) -> dict[str, Any]:
+def to_hf_config(
+    model: ModelConfig, *, dtype: str, eos: int | None, mask: int | None, pad: int | None = None
+) -> dict[str, Any]:
     """config.json. vLLM reads `mask_token_id` or `pard_token` for parallel drafting."""
     architecture, sizes = architecture_of(model), Sizes.of(model)
     config: dict[str, Any] = {
@@ -50,6 +52,7 @@ def to_hf_config(model: ModelConfig, *, dtype: str, eos: int | None, mask: int |
         "use_cache": True,
         "bos_token_id": None,
         "eos_token_id": eos,
+        "pad_token_id": pad,
         "dtype": DTYPES[dtype],
     }
     if architecture == "LlamaForCausalLM":

@@ -60,6 +60,7 @@ def to_hf(
         dtype=dtype,
         eos=None if tokenizer is None else tokenizer.eod,
         mask=mask_of(source, tokenizer),
+        pad=None if tokenizer is None else tokenizer.pad,
     )
 
     def make(weight: Weight) -> list[torch.Tensor]:
@@ -79,7 +80,8 @@ def to_hf(
     with whole_folder(output, force=force) as folder:
         write_folder(folder, groups, shard_bytes, count)
         write_json(folder / "config.json", config)
-        write_json(folder / "generation_config.json", {"eos_token_id": config["eos_token_id"]})
+        ends = {name: config[name] for name in ("eos_token_id", "pad_token_id") if config[name] is not None}
+        write_json(folder / "generation_config.json", ends)
         if "mask_token_id" in config:
             write_custom_generate(folder)
         if tokenizer is not None:

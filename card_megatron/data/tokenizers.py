@@ -18,6 +18,7 @@ from card_megatron.config.schema import RunConfig
 MASK_PIECE = "[MASK]"
 END_PIECES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 """What ends a document, in the order of preference, where a tokenizer.json does not say it."""
+PAD_PIECES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
 BYTES = "bytes"
 """The name of the tokenizer that needs no file."""
 GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
@@ -31,6 +32,8 @@ class Tokenizer(Protocol):
     vocab_size: int
     eod: int
     mask: int
+    pad: int | None
+    """Fills up batches and never stands in a text; None where the tokenizer has none."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, without any added at its ends."""
@@ -68,6 +71,7 @@ class SentencePieceTokenizer:
         if not self.processor.is_control(self.mask):
             raise can_be_spelled(path, MASK_PIECE)
         self.eod = self.processor.eos_id()
+        self.pad = self.processor.pad_id() if self.processor.pad_id() >= 0 else None
         if self.eod < 0:
             raise ConfigError(f"tokenizer {path} has no </s> piece to end documents with; train it with eos_id set")
 
@@ -100,6 +104,8 @@ class HuggingFaceTokenizer:
                 f"tokenizer {path} has none of {', '.join(END_PIECES)} to end documents with; add one of them"
             )
         self.eod = backend.token_to_id(ends[0])
+        pads = [backend.token_to_id(piece) for piece in PAD_PIECES]
+        self.pad = next((number for number in pads if number is not None and number != self.eod), None)
         for piece, number in ((MASK_PIECE, self.mask), (ends[0], self.eod)):
             if any(number in ids for ids in self.encode_batch([piece, f"a {piece} b", f"a{piece}b"])):
                 raise can_be_spelled(path, piece)
@@ -136,6 +142,7 @@ class MockTokenizer:
     """Ids without text, for the mock dataset: the last two of the vocabulary are [MASK] and end of document."""
 
     kind = "mock"
+    pad = None
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size

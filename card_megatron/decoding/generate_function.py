@@ -88,9 +88,15 @@ def generate(
         for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
     ]
     pad = option("pad_token_id", None)
+    never = () if pad is None or pad in eos_ids else (int(pad),)
     pad = pad if pad is not None else (eos_ids[0] if eos_ids else 0)
     results, stats = decode(
-        HFBackend(model), requests, known[strategy](), mask_id=mask, batch_size=batch_size or len(requests)
+        HFBackend(model),
+        requests,
+        known[strategy](),
+        mask_id=mask,
+        forbidden=never,
+        batch_size=batch_size or len(requests),
     )
     width = max(len(result.tokens) for result in results)
     rows = [result.tokens + [pad] * (width - len(result.tokens)) for result in results]

@@ -37,8 +37,9 @@ class OpenModel:
 
     @property
     def forbidden(self) -> tuple[int, ...]:
-        """Ids that no text may contain, beside [MASK]: those that the tokenizer does not have."""
-        return tuple(range(self.tokenizer.vocab_size, self.backend.vocab_size))
+        """Ids that no text may contain, beside [MASK]: padding, and those that the tokenizer does not have."""
+        unknown = range(self.tokenizer.vocab_size, self.backend.vocab_size)
+        return tuple(unknown) if self.tokenizer.pad is None else (self.tokenizer.pad, *unknown)
 
 
 def is_hf_folder(path: Path) -> bool:

@@ -197,12 +197,12 @@ def test_custom_generate_in_plain_transformers_is_ours(run, exported):
             )
             made, _ = generate(model, prompts, generation)
             ours[name] = [one.result.tokens for one in made]
-        end = model.tokenizer.eod
+        pad = model.tokenizer.pad
     for name, rows in ours.items():
-        padded = [row + [end] * (max(map(len, rows)) - len(row)) for row in rows]
+        padded = [row + [pad] * (max(map(len, rows)) - len(row)) for row in rows]
         assert theirs[name] == padded, name
     assert ours["ar"] == ours["verify"]
-    assert [row[: len(ours["ar"][0])] for row in theirs["plain"]] == theirs["ar"], "greedy as transformers itself"
+    assert theirs["plain"] == theirs["ar"], "greedy as transformers itself"
 
 
 def test_the_file_is_made_of_the_packages_own_source():
