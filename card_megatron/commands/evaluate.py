@@ -9,6 +9,8 @@ from collections.abc import Sequence
 TASKS = "card_megatron.commands.eval_tasks:run"
 KINDS = {
     "perplexity": ("card_megatron.commands.eval_perplexity:run", "token, word and byte perplexity of texts"),
+    "generation": ("card_megatron.commands.eval_generation:run", "Gen PPL, speed and repetition of decoders"),
+    "compare": ("card_megatron.commands.eval_compare:run", "runs and evaluations in one table, and their curves"),
     "lm_eval": ("card_megatron.evaluation.lm_eval_main:main", "the harness's own command line, with the model `card`"),
 }
 """Name -> (module:function that takes the arguments behind it, what it does)."""
