@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from card_megatron.commands.eval_options import add_model_options, at_least, bar, model_options
+from card_megatron.commands.eval_options import add_model_options, add_nproc, at_least, bar, become_ranks, model_options
 from card_megatron.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def run(arguments: Sequence[str]) -> None:
     for folder in options.scorer:
         if not (folder / "config.json").is_file():
             raise ConfigError(f"--scorer {folder} has no config.json: give a Hugging Face folder")
+    become_ranks(options, "generation", arguments)
     with open_model(options.model, **model_options(options)) as model:
         if model.speaks and model.objective == "arm" and set(strategies) != {"ar"}:
             print(f"{model.path} was trained as arm, which knows no [MASK]: strategies other than ar have no meaning")
@@ -79,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
         "--output", type=Path, metavar="DIR", help="write generation.json, .md, .png and samples.jsonl there"
     )
     made.add_argument("--plot", action=argparse.BooleanOptionalAction, default=True, help="also draw (default: yes)")
+    add_nproc(made)
     add_model_options(made)
     return made
 

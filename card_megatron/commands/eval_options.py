@@ -25,6 +25,21 @@ def model_options(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in ("tensor", "pipeline", "ema", "dtype", "tokenizer")}
 
 
+def add_nproc(parser: argparse.ArgumentParser) -> None:
+    from card_megatron.config.load import rank_count
+
+    parser.add_argument("--nproc", type=rank_count, default=1, help="start this many ranks on this machine")
+
+
+def become_ranks(options: argparse.Namespace, kind: str, arguments: Sequence[str]) -> None:
+    """With --nproc, and not under a launcher already: start the ranks, and not return."""
+    from card_megatron.commands.train import start_local_ranks
+    from card_megatron.platform import ranks_from_environment
+
+    if options.nproc > 1 and ranks_from_environment().world_size == 1:
+        start_local_ranks(options.nproc, [kind, *arguments], command="eval")
+
+
 def named_paths(entries: Sequence[str], option: str = "--data") -> dict[str, Path]:
     """NAME=PATH entries; a path alone is named by its file."""
     found: dict[str, Path] = {}

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from card_megatron.commands.eval_options import add_model_options, at_least, bar, model_options, named_paths
+from card_megatron.commands.eval_options import (
+    add_model_options,
+    add_nproc,
+    at_least,
+    bar,
+    become_ranks,
+    model_options,
+    named_paths,
+)
 from card_megatron.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,9 +43,11 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("--stride", type=at_least(1), help="tokens that a window adds (default: half of the window)")
     parser.add_argument("--limit", type=at_least(1), help="documents of each set (default: all)")
     parser.add_argument("--output", type=Path, metavar="OUT.json", help="write results here, and a table beside it")
+    add_nproc(parser)
     add_model_options(parser)
     options = parser.parse_args(list(arguments))
     sets, missing = read_sets(options)
+    become_ranks(options, "perplexity", arguments)
     results = measure_all(options, sets, missing)
     if results is not None:
         print(results_table(results, missing), end="")

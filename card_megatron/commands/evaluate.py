@@ -11,6 +11,7 @@ KINDS = {
     "perplexity": ("card_megatron.commands.eval_perplexity:run", "token, word and byte perplexity of texts"),
     "generation": ("card_megatron.commands.eval_generation:run", "Gen PPL, speed and repetition of decoders"),
     "compare": ("card_megatron.commands.eval_compare:run", "runs and evaluations in one table, and their curves"),
+    "watch": ("card_megatron.commands.eval_watch:run", "a run's checkpoints as they appear"),
     "lm_eval": ("card_megatron.evaluation.lm_eval_main:main", "the harness's own command line, with the model `card`"),
 }
 """Name -> (module:function that takes the arguments behind it, what it does)."""
