@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
 
 from card_megatron.config.errors import ConfigError
-from card_megatron.decoding.block import Confidence, Strategy, Verify, autoregressive
 from card_megatron.decoding.engine import Request, decode
 from card_megatron.decoding.model import OpenModel
 from card_megatron.decoding.sampling import SamplingParams
+from card_megatron.decoding.text import Generation
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 MOST_ROWS = 64
-STRATEGIES: dict[str, Callable[[int | None, float], Strategy]] = {
-    "ar": lambda K, tau: autoregressive(),
-    "confidence": lambda K, tau: Confidence(block=16 if K is None else K, tau=tau),
-    "verify": lambda K, tau: Verify(drafts=8 if K is None else K),
-}
 
 
 @dataclass(frozen=True)
@@ -45,21 +40,15 @@ class Continuations:
 
     def __init__(self, model: OpenModel, *, strategy: str | None, K: int | None, tau: float, batch_tokens: int):
         # lossless: the text is that of `ar`, sooner
-        self.strategy = strategy or ("verify" if model.objective == "card" else "ar")
-        if self.strategy not in STRATEGIES:
-            raise ConfigError(f"strategy={strategy} is none of {', '.join(STRATEGIES)}")
-        self.model, self.K, self.tau, self.batch_tokens = model, K, tau, batch_tokens
-        try:
-            self._strategy()
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        self.options = Generation(strategy or ("verify" if model.objective == "card" else "ar"), tau=tau)
+        if K is not None:
+            self.options = replace(self.options, block=K, drafts=K)
+        self.options.build()  # refused now rather than behind an hour of scoring
+        self.model, self.batch_tokens = model, batch_tokens
 
     def __repr__(self) -> str:
         """What the text depends on, for the store's keys."""
-        return f"{self.strategy} K={self.K} tau={self.tau}"
-
-    def _strategy(self) -> Strategy:
-        return STRATEGIES[self.strategy](self.K, self.tau)
+        return repr(self.options)
 
     def job(
         self,
@@ -109,7 +98,7 @@ class Continuations:
             results, _ = decode(
                 self.model.backend,
                 [self._request(jobs[index], text_of) for index in mine],
-                self._strategy(),
+                self.options.build(),
                 mask_id=self.model.tokenizer.mask,
                 forbidden=self.model.forbidden,
                 batch_size=max(1, min(MOST_ROWS, 4 * self.batch_tokens // longest)),

@@ -22,7 +22,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from card_megatron.config.errors import ConfigError
-from card_megatron.data.tokenizers import Tokenizer
+from card_megatron.convert.tokenizer import fast_backend, roles
 from card_megatron.decoding.model import OpenModel, open_model
 from card_megatron.evaluation.continuations import Continuations
 from card_megatron.evaluation.scorer import Scorer
@@ -73,7 +73,8 @@ class CardLM(TemplateLM):
             )
         self.model, self.store, self.ours = model, store, model.tokenizer
         self.scorer = Scorer(model, max_length=max_length, batch_tokens=batch_tokens)
-        self.specials = special_tokens(model.tokenizer)
+        self.fast = fast_backend(model.tokenizer)
+        """The tokenizer as it is exported: what it calls the beginning of a text, and how it puts bytes together."""
         self.custom_prefix = prefix_token_id
         self.continuations = Continuations(model, strategy=strategy, K=K, tau=tau, batch_tokens=batch_tokens)
         self.seed = seed
@@ -93,7 +94,8 @@ class CardLM(TemplateLM):
         """What an empty context is: as `hf` has it, the exported tokenizer's beginning of text, or else its end."""
         if self.custom_prefix is not None:
             return self.custom_prefix
-        return self.ours.eod if self.specials.bos is None else self.specials.bos
+        begins = roles(self.fast).get("bos_token")
+        return self.ours.eod if begins is None else self.fast.token_to_id(begins)
 
     @property
     def max_length(self) -> int:
@@ -108,7 +110,7 @@ class CardLM(TemplateLM):
         return self.ours.encode_batch([string])[0].tolist()
 
     def tok_decode(self, tokens: Sequence[int]) -> str:
-        return self.ours.decode([token for token in tokens if token not in self.specials.ids])
+        return self.fast.decode(list(tokens), skip_special_tokens=True)
 
     # ------------------------------------------------------------ likelihoods
 
@@ -197,7 +199,7 @@ class CardLM(TemplateLM):
         ids = self._encode_all(request.args[0] for request in requests)
         jobs = [
             self.continuations.job(
-                *(ids[request.args[0]], request.args[1], self.specials.eos_text),
+                *(ids[request.args[0]], request.args[1], self.fast.id_to_token(self.ours.eod)),
                 seed=self.seed + place,
                 default_new=self.max_gen_toks,
                 max_length=self.max_length,
@@ -267,29 +269,6 @@ def chunks(sizes: dict[str, int], most: int) -> list[list[str]]:
         found[-1].append(key)
         size += more
     return found
-
-
-class Specials:
-    """Ids of special tokens, which generated text does not show, and the one that begins a text, if there is one."""
-
-    def __init__(self, ids: Iterable[int], bos: int | None, eos_text: str | None):
-        self.ids, self.bos, self.eos_text = frozenset(ids), bos, eos_text
-
-
-def special_tokens(tokenizer: Tokenizer) -> Specials:
-    """As the exported tokenizer has them; so both name the same token for an empty context."""
-    if tokenizer.kind == "mock":
-        return Specials([tokenizer.eod, tokenizer.mask], None, None)
-    from card_megatron.convert.tokenizer import fast_backend, roles
-
-    backend = fast_backend(tokenizer)
-    special = [number for number, token in backend.get_added_tokens_decoder().items() if token.special]
-    bos = roles(backend).get("bos_token")
-    return Specials(
-        [*special, tokenizer.eod, tokenizer.mask],
-        None if bos is None else backend.token_to_id(bos),
-        backend.id_to_token(tokenizer.eod),
-    )
 
 
 def refuse_different(model: OpenModel, keys: Iterable[str]) -> None:
