@@ -16,7 +16,7 @@ import pytest
 from card_megatron.cli import main
 from card_megatron.evaluation.runner import metrics_of, scores_path
 from card_megatron.evaluation.tasks import FOLDER
-from tests.evaluations import sentence, trained_model, write_lines, write_tasks
+from tests.scoring import sentence, trained_model, write_lines, write_tasks
 
 CARD = [sys.executable, "-m", "card_megatron", "eval"]
 CLOCK = ("seconds", "resumed", "requests_per_rank", "tokens_forwarded_per_rank")

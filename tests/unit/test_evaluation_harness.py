@@ -17,7 +17,7 @@ from card_megatron.config.errors import ConfigError
 from card_megatron.decoding.model import open_model
 from card_megatron.evaluation.harness import CardLM, chunks
 from card_megatron.evaluation.store import Store
-from tests.evaluations import sentence, trained_model, write_tasks
+from tests.scoring import sentence, trained_model, write_tasks
 
 
 @pytest.fixture(scope="module")

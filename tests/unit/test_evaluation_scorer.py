@@ -18,7 +18,7 @@ from card_megatron.decoding.model import OpenModel
 from card_megatron.evaluation import prefixes
 from card_megatron.evaluation.scorer import Scorer
 from tests.decoders import POSITIONS, VOCAB, untrained
-from tests.evaluations import some_pairs, whole_forward_scores
+from tests.scoring import some_pairs, whole_forward_scores
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from lm_eval.tasks.hellaswag.utils import process_docs
 
 from card_megatron.config.errors import ConfigError
 from card_megatron.evaluation.tasks import LOCAL, PAPER, load_tasks, paper_shots, task_manager
-from tests.evaluations import write_lines
+from tests.scoring import write_lines
 
 HUB_HELLASWAG = {"activity_label": "Roof", "ctx_b": "he", "endings": ["[x] a [title] b"] * 4, "label": "2"}
 CHOICES = {"text": ["red", "blue", "green", "grey", "pink"], "label": list("ABCDE")}

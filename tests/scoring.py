@@ -33,7 +33,7 @@ def trained_model(corpus: Path, folder: Path) -> tuple[Path, Path]:
     """(run directory, exported folder) of a model that was hardly trained, and whose texts are not all the same."""
     from card_megatron.checkpoint.source import open_source
     from card_megatron.convert.to_hf import to_hf
-    from card_megatron.data.tokenizers import tokenizer_of
+    from card_megatron.data.tokenizers import load_tokenizer
     from card_megatron.platform import Ranks
     from card_megatron.training.run import train_run
     from tests.curves import tiny_config
@@ -43,7 +43,7 @@ def trained_model(corpus: Path, folder: Path) -> tuple[Path, Path]:
         tiny_config(corpus, folder / "run", *options, "--model.max_position_embeddings=96"), Ranks(), console=False
     )
     source = open_source(folder / "run")
-    to_hf(source, folder / "hf", tokenizer_of(source.config), verify=False, say=lambda text: None)
+    to_hf(source, folder / "hf", load_tokenizer(corpus / "tokenizer.model"), verify=False, say=lambda text: None)
     return folder / "run", folder / "hf"
 
 
