@@ -48,7 +48,7 @@ def make_checkpoint(folder: Path, layers: int) -> None:
         return torch.randn(weight.megatron_shape, generator=generator) * 0.02
 
     write_checkpoint(folder, weights_of(config.model), layers, lambda weight: torch.float32, make)
-    describe_checkpoint(folder, replace(config, data=DataConfig(mock=True)))
+    describe_checkpoint(folder, replace(config, data=DataConfig(mock=True)), None)
 
 
 def copy(source: Path, target: Path) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,9 +44,13 @@ class Contents:
     progress: dict[str, Any]
 
 
-def weights_of(model: list[Any]) -> dict[str, Any]:
-    """Megatron's sharded state dict: each weight knows its global name, shape and place."""
-    return {name: chunk.sharded_state_dict(metadata=layout_metadata()) for name, chunk in _named_chunks(model).items()}
+def weights_of(model: list[Any], *, numbered_layers: bool = False) -> dict[str, Any]:
+    """Megatron's sharded state dict: each weight knows its global name, shape and place.
+
+    Layers that are alike are stacked under one name; `numbered_layers` has a name for each, as others may save them.
+    """
+    metadata = layout_metadata() | ({"non_homogeneous_layers": True} if numbered_layers else {})
+    return {name: chunk.sharded_state_dict(metadata=dict(metadata)) for name, chunk in _named_chunks(model).items()}
 
 
 def to_save(contents: Contents) -> dict[str, Any]:
@@ -100,14 +105,22 @@ def load_weights(model: list[Any], checkpoint: Path, prefix: str = "") -> None:
 
     `prefix` stands before their names in the checkpoint, as it does for averaged weights.
     """
-    wanted = weights_of(model)
+    try:
+        held = [name for name in dist_checkpointing.load_tensors_metadata(str(checkpoint)) if name.startswith(prefix)]
+    except Exception as error:
+        raise CheckpointError(f"{checkpoint} has no metadata that can be read: {error}") from error
+    names = [name.removeprefix(prefix) for name in held]
+    wanted = weights_of(model, numbered_layers=any(re.search(r"\.layers\.\d+\.", name) for name in names))
     shards, _ = extract_sharded_tensors_and_factories(wanted)
     for shard in nested_values(shards):
         shard.key = prefix + shard.key
-    loaded, _, not_there = _load(wanted, checkpoint, strict=StrictHandling.RETURN_ALL)
+    loaded, not_asked, not_there = _load(wanted, checkpoint, strict=StrictHandling.RETURN_ALL)
     # Transformer Engine's FP8 state: a checkpoint of local layers has none, and the weights do without
     if lacking := sorted(name for name in not_there if "_extra_state" not in name):
         raise CheckpointError(f"{checkpoint} lacks {', '.join(lacking)}, which this model has")
+    weights = tuple(f"{prefix}{module}." for module in ("embedding", "decoder", "output_layer", "mtp"))
+    if left := sorted(name for name in not_asked if name.startswith(weights) and "_extra_state" not in name):
+        raise CheckpointError(f"{checkpoint} has {', '.join(left)}, which this model lacks")
     _load_into(model, loaded)
 
 

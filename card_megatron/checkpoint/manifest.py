@@ -29,6 +29,8 @@ class Manifest:
     """The resolved configuration of the run."""
     versions: dict[str, str]
     ema: bool = False
+    tokenizer: dict[str, Any] | None = None
+    """Facts of the tokenizer that the model was trained with (data.tokenizers.facts_of); None where none is known."""
     created: str = ""
     seconds: float = 0.0
     """From the request to the rename."""
@@ -45,6 +47,8 @@ class Manifest:
     def checksum(self) -> str:
         fields = asdict(self)
         del fields["crc32"]
+        if fields["tokenizer"] is None:  # manifests of before this field have their checksum without it
+            del fields["tokenizer"]
         return f"{zlib.crc32(json.dumps(fields).encode()):08x}"
 
     def dump(self) -> bytes:

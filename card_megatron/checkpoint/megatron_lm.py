@@ -41,65 +41,93 @@ def read_config(checkpoint: Path, vocab_size: int | None) -> RunConfig:
             "checkpoint that card_megatron or Megatron-LM saved"
         ) from error
     _refuse(checkpoint, arguments)
-    padded = arguments["padded_vocab_size"]
-    vocab_size = vocab_size or arguments.get("vocab_size")
-    if vocab_size is None:
+
+    def need(*names: str) -> Any:
+        """A value under any of its names: 0.16 named arguments after the fields of TransformerConfig."""
+        for name in names:
+            if name in arguments:
+                return arguments[name]
+        raise CheckpointError(
+            f"{checkpoint / COMMON} has no argument {' or '.join(names)}: which Megatron-LM saved it?"
+        )
+
+    padded = need("padded_vocab_size")
+    if vocab_size is None:  # args.vocab_size does not count what the tokenizer adds
         raise CheckpointError(
             f"{checkpoint} does not say how many of its {padded} embedding rows are real; "
-            "give --vocab-size or --tokenizer"
+            "give the true vocabulary size, or the tokenizer"
         )
     if not 0 < vocab_size <= padded:
-        raise CheckpointError(f"--vocab-size {vocab_size} must lie between 1 and the checkpoint's {padded} rows")
+        raise CheckpointError(f"a vocabulary of {vocab_size} must lie between 1 and the checkpoint's {padded} rows")
     model = ModelConfig(
-        num_layers=arguments["num_layers"],
-        hidden_size=arguments["hidden_size"],
-        ffn_hidden_size=arguments["ffn_hidden_size"],
-        num_attention_heads=arguments["num_attention_heads"],
-        num_query_groups=arguments["num_query_groups"] if arguments.get("group_query_attention") else None,
-        kv_channels=arguments.get("kv_channels"),
+        num_layers=need("num_layers"),
+        hidden_size=need("hidden_size"),
+        ffn_hidden_size=need("ffn_hidden_size"),
+        num_attention_heads=need("num_attention_heads"),
+        num_query_groups=need("num_query_groups") if need("group_query_attention") else None,
+        kv_channels=need("kv_channels"),
         vocab_size=vocab_size,
         # Megatron-LM's padding depends on its tensor-parallel size: this multiple gives its number of rows back
         make_vocab_size_divisible_by=padded,
-        max_position_embeddings=arguments["max_position_embeddings"],
-        share_embeddings_and_output_weights=not arguments["untie_embeddings_and_output_weights"],
-        normalization=arguments["normalization"],
-        layernorm_epsilon=arguments.get("norm_epsilon", 1e-5),
+        max_position_embeddings=need("max_position_embeddings"),
+        share_embeddings_and_output_weights=not need("untie_embeddings_and_output_weights"),
+        normalization=need("normalization"),
+        layernorm_epsilon=need("layernorm_epsilon", "norm_epsilon"),
         activation=_activation(arguments),
-        rotary_base=arguments["rotary_base"],
-        rotary_percent=arguments["rotary_percent"],
+        rotary_base=need("rotary_base"),
+        rotary_percent=need("rotary_percent"),
         rope_scaling=_rope_scaling(arguments),
         rope_scaling_factor=_rope_factor(arguments),
-        qk_layernorm=arguments.get("qk_layernorm", False),
-        add_bias_linear=arguments["add_bias_linear"],
-        add_qkv_bias=arguments.get("add_qkv_bias", False),
-        num_moe_experts=arguments.get("num_experts"),
+        qk_layernorm=need("qk_layernorm"),
+        add_bias_linear=need("add_bias_linear"),
+        add_qkv_bias=need("add_qkv_bias"),
+        num_moe_experts=need("num_moe_experts", "num_experts"),
     )
     return RunConfig(
         run_dir=str(checkpoint),
         model=model,
         objective=ObjectiveConfig(name="arm"),
-        data=DataConfig(sequence_length=arguments.get("seq_length") or arguments["max_position_embeddings"]),
+        data=DataConfig(sequence_length=arguments.get("seq_length") or need("max_position_embeddings")),
     )
 
 
+PLAIN_GPT: dict[str, tuple[Any, ...]] = {
+    "position_embedding_type": ("rope",),
+    "rotary_interleaved": (False,),
+    "no_rope_freq": (None,),
+    "mrope_section": (None,),
+    "apply_layernorm_1p": (False,),
+    "layernorm_zero_centered_gamma": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "multi_latent_attention": (False,),
+    "qk_l2_norm": (False,),
+    "attention_output_gate": (False,),
+    "experimental_attention_variant": (None,),
+    "window_size": (None,),
+    "softmax_type": ("vanilla",),
+    "softmax_scale": (None,),
+    "openai_gelu": (False,),
+    "quick_geglu": (False,),
+    "glu_linear_offset": (0, 0.0),
+    "activation_func_clamp_value": (None,),
+    "mtp_num_layers": (None, 0),
+    "heterogeneous_layers_config_path": (None,),
+    "is_hybrid_model": (False,),
+}
+"""Arguments of Megatron-LM that change what a model computes, most of them without a weight that would show it, and the
+values that our configuration means. No comparison with transformers can find one that is misread here."""
+
+
 def _refuse(checkpoint: Path, arguments: dict[str, Any]) -> None:
-    """Whatever would make the model compute something else than our configuration says."""
-    allowed = {
-        "position_embedding_type": ("rope",),
-        "rotary_interleaved": (False,),
-        "apply_layernorm_1p": (False,),
-        "multi_latent_attention": (False,),
-        "squared_relu": (False,) if arguments.get("swiglu") else (True, False),
-        "openai_gelu": (False,),
-        "window_size": (None,),
-        "softmax_type": ("vanilla",),
-        "mtp_num_layers": (None, 0),
-    }
     wrong = [
         f"{name}={arguments[name]} (allowed: {', '.join(map(str, values))})"
-        for name, values in allowed.items()
+        for name, values in PLAIN_GPT.items()
         if name in arguments and arguments[name] not in values
     ]
+    if arguments.get("swiglu") and arguments.get("squared_relu"):
+        wrong.append("swiglu with squared_relu")
+    if arguments.get("use_rope_scaling") and arguments.get("rotary_seq_len_interpolation_factor"):
+        wrong.append("use_rope_scaling with rotary_seq_len_interpolation_factor")
     if wrong:
         raise CheckpointError(f"{checkpoint} is no plain GPT model with rotary positions: {'; '.join(wrong)}")
 

@@ -150,7 +150,9 @@ class Saver:
             )
 
 
-def describe_run(config: Any, *, step: int, consumed_samples: int, parameters: int, ema: bool) -> Manifest:
+def describe_run(
+    config: Any, *, step: int, consumed_samples: int, parameters: int, ema: bool, tokenizer: dict[str, Any] | None
+) -> Manifest:
     """The manifest of a checkpoint that is about to be saved."""
     parallel = config.parallel
     return Manifest(
@@ -168,6 +170,7 @@ def describe_run(config: Any, *, step: int, consumed_samples: int, parameters: i
         config=dataclasses.asdict(config),
         versions=versions(),
         ema=ema,
+        tokenizer=tokenizer,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from card_megatron.checkpoint import folder, megatron_lm
 from card_megatron.checkpoint.manifest import Manifest, read_manifest
@@ -26,6 +27,11 @@ class Source:
     manifest: Manifest | None
     """None where another program saved it."""
 
+    @property
+    def tokenizer(self) -> dict[str, Any] | None:
+        """Facts of the tokenizer that the model was trained with, where they are known."""
+        return None if self.manifest is None else self.manifest.tokenizer
+
     def prefix(self, *, ema: bool) -> str:
         """What stands before the name of every weight that is asked for."""
         if ema and not (self.manifest is not None and self.manifest.ema):
@@ -38,7 +44,7 @@ class Source:
 def open_source(path: str | Path, vocab_size: int | None = None) -> Source:
     """A checkpoint, or the newest of a run directory; Megatron-LM's too, which may need the true vocabulary size."""
     checkpoint = resolve(Path(path))
-    if megatron_lm.is_megatron_lm(checkpoint):
+    if megatron_lm.is_megatron_lm(checkpoint):  # the only kind whose true vocabulary size must be said
         return Source(checkpoint, megatron_lm.read_config(checkpoint, vocab_size), None)
     manifest = read_manifest(checkpoint)
     return Source(checkpoint, config_from_tree(manifest.config), manifest)

@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from card_megatron.config.errors import ConfigError
+
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -46,12 +48,16 @@ def to_hf(options: argparse.Namespace) -> None:
     from card_megatron.convert.output import refuse_existing
     from card_megatron.data.tokenizers import load_tokenizer, tokenizer_of
 
-    refuse_existing(options.output, force=options.force)
+    refuse_existing(options.output, options.checkpoint, force=options.force, may_replace=conversion.EXPORT)
     vocab_size = options.vocab_size
     if vocab_size is None and options.tokenizer is not None:
         vocab_size = load_tokenizer(options.tokenizer).vocab_size
     source = open_source(options.checkpoint, vocab_size)
-    tokenizer = tokenizer_of(source.config, options.tokenizer)
+    if options.vocab_size is not None and source.config.model.vocab_size != options.vocab_size:
+        raise ConfigError(
+            f"--vocab-size {options.vocab_size}: {source.path} says {source.config.model.vocab_size}; leave it out"
+        )
+    tokenizer = tokenizer_of(source.config, options.tokenizer, source.tokenizer)
     with progress_bar("writing") as progress:
         exported = conversion.to_hf(
             source,
@@ -76,7 +82,7 @@ def from_hf(options: argparse.Namespace) -> None:
     from card_megatron.convert import from_hf as conversion
     from card_megatron.convert.output import refuse_existing
 
-    refuse_existing(options.output, force=options.force)
+    refuse_existing(options.output, options.source, force=options.force, may_replace=conversion.START)
     with progress_bar("writing") as progress:
         imported = conversion.from_hf(
             options.source,

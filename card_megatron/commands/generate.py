@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from card_megatron.config.errors import ConfigError
-from card_megatron.decoding.text import STRATEGIES, Continuation, Generation, generate
+from card_megatron.decoding.text import STRATEGIES, Continuation, Generation, generate, text_of
 
 DESCRIPTION = """Continue prompts. MODEL is a run directory, a checkpoint or an exported folder. Under torchrun the
 ranks share the model (--tensor, --pipeline); ranks beyond that are replicas that share the prompts. Without a prompt
@@ -22,6 +23,8 @@ def run(arguments: Sequence[str]) -> None:
     options = parser().parse_args(list(arguments))
     prompts = read_prompts(options)
     generation = how(options)
+    if options.output is not None:
+        refuse_unwritable(options.output)
     if options.stream and (len(prompts) > 1 or options.show or options.output):
         raise ConfigError("--stream shows one text as it grows; give one prompt, without --show and --output")
     from card_megatron.decoding.model import open_model
@@ -107,6 +110,8 @@ def how(options: argparse.Namespace) -> Generation:
         raise ConfigError(
             f"--max-new-tokens {options.max_new_tokens} and --batch-size {options.batch_size} must be at least 1"
         )
+    if "" in options.stop:
+        raise ConfigError("--stop '' would end every text at once; give a string")
     same = ("strategy", "block", "tau", "max_passes", "commit", "min_fill", "drafts", "max_new_tokens", "batch_size")
     generation = Generation(
         **{name: getattr(options, name) for name in same},
@@ -122,9 +127,12 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
     prompts = list(options.prompts)
     if options.prompts_file is not None:
         try:
-            lines = options.prompts_file.read_text(encoding="utf-8").splitlines()
+            lines = options.prompts_file.read_text(encoding="utf-8").split("\n")  # a text may hold other line ends
+            lines = lines[:-1] if not lines[-1] else lines
             if options.prompts_file.suffix == ".jsonl":
                 lines = [json.loads(line)["text"] for line in lines if line.strip()]
+            if not all(isinstance(line, str) for line in lines):
+                raise ValueError("a text that is no string")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"--prompts-file {options.prompts_file} cannot be read ({error}); it holds a text a line, or .jsonl "
@@ -134,14 +142,26 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
     return prompts or [""]
 
 
+def refuse_unwritable(output: Path) -> None:
+    """Before anything is decoded."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        unfinished_of(output).touch()
+    except OSError as error:
+        raise ConfigError(f"--output {output} cannot be written ({error.strerror}); choose another path") from error
+
+
+def unfinished_of(output: Path) -> Path:
+    return output.with_name(output.name + ".unfinished")
+
+
 def say_now(number: int, text: str) -> None:
     print(text, end="", flush=True)
 
 
 def write_lines(path: Path, texts: list[Continuation]) -> None:
     """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished = unfinished_of(path)
     with unfinished.open("w", encoding="utf-8") as file:
         for made in texts:
             record: dict[str, Any] = {
@@ -151,7 +171,9 @@ def write_lines(path: Path, texts: list[Continuation]) -> None:
                 "ended": made.result.ended,
                 "passes": made.result.passes,
             }
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            line = json.dumps(record, ensure_ascii=False)
+            # line ends to some readers, which JSON allows inside of a string
+            file.write(re.sub("[\x85\u2028\u2029]", lambda match: f"\\u{ord(match[0]):04x}", line) + "\n")
     unfinished.replace(path)
     print(f"{path}: {len(texts)} texts")
 
@@ -180,8 +202,7 @@ def by_pass(made: Continuation, tokenizer: Any) -> Any:
 
     line, told = Text(), ""
     for number, filled in enumerate(made.result.filled_in, start=1):
-        text = tokenizer.decode([token for token in made.result.tokens[:number] if token != tokenizer.eod])
-        text = text.rstrip("\ufffd")
+        text = text_of(tokenizer, made.prompt_tokens, made.result.tokens[:number]).rstrip("\ufffd")
         if len(text) > len(told):
             line.append(text[len(told) :], style=f"black on {PALETTE[(filled - 1) % len(PALETTE)]}")
             told = text

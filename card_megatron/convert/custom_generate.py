@@ -43,3 +43,4 @@ def without_own_imports(source: str) -> str:
 def write_custom_generate(folder: Path) -> None:
     (folder / "custom_generate").mkdir()
     (folder / "custom_generate" / "generate.py").write_text(standalone_source(), encoding="utf-8")
+    (folder / "custom_generate" / "requirements.txt").write_text("transformers>=5.0\n")

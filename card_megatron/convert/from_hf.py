@@ -22,13 +22,15 @@ from card_megatron.convert.hf_config import from_hf_config
 from card_megatron.convert.mapping import Sizes, Weight, refuse_misfits, weights_of
 from card_megatron.convert.output import whole_folder
 from card_megatron.convert.safetensors_folder import SafetensorsFolder
-from card_megatron.convert.to_hf import TORCH_DTYPES, name_of
+from card_megatron.convert.to_hf import TORCH_DTYPES
 from card_megatron.convert.verify import Comparison, compare
 from card_megatron.data.tokenizer_training import copy_with_mask
-from card_megatron.data.tokenizers import gpt2_files, load_tokenizer
+from card_megatron.data.tokenizers import facts_of, gpt2_files, load_tokenizer
 
 RUN_FILE = "run.yaml"
 """In the output: the fields that a run which starts from it needs."""
+START = (RUN_FILE, ".metadata")
+"""What a folder has that an import may replace."""
 
 
 @dataclass(frozen=True)
@@ -61,39 +63,51 @@ def from_hf(
     lacking = output_biases(theirs) if "Qwen2ForCausalLM" in hf_config["architectures"] else []
     tensors = Tensors(source, {name: (theirs.hidden_size,) for name in lacking})
     tensors.refuse_misfits(theirs, source)
-    with whole_folder(output, force=force) as folder:
-        name, mask, added = _tokenizer_with_mask(source, tokenizer, folder)
+    with whole_folder(output, source, force=force, may_replace=START) as folder:
+        name, known = _tokenizer_with_mask(source, tokenizer, folder)
+        added = known is not None and known.new_mask
+        mask = known.facts["mask"] if known is not None else hf_config.get("mask_token_id")
         model = replace(theirs, vocab_size=max(theirs.vocab_size, -1 if mask is None else mask + 1))
         weights, sizes = weights_of(model), Sizes.of(model)
-        kind = TORCH_DTYPES[dtype or name_of(tensors.dtype(weights[0].hf[0]))]
-        total, done = sum(torch.Size(weight.megatron_shape).numel() for weight in weights) * kind.itemsize, 0
+        chosen = None if dtype is None else TORCH_DTYPES[dtype]
+
+        def dtype_of(weight: Weight) -> torch.dtype:
+            return chosen or tensors.dtype(weight.hf[0])
+
+        total = sum(torch.Size(weight.megatron_shape).numel() * dtype_of(weight).itemsize for weight in weights)
+        done = 0
 
         def make(weight: Weight) -> torch.Tensor:
             parts = [tensors.read(hf) for hf in weight.hf]
-            if _is_vocabulary(weight) and added and mask is not None:
+            if added and _is_vocabulary(weight):
                 parts = [_with_mask_row(parts[0], mask)]
-            return weight.transform.join(parts, sizes)
+            try:
+                return weight.transform.join(parts, sizes)
+            except CheckpointError as error:
+                raise CheckpointError(f"{source}: {', '.join(weight.hf)}: {error}") from error
 
         def count(written: int) -> None:
             nonlocal done
             done += written
             progress(done, total)
 
-        write_checkpoint(folder, weights, model.num_layers, lambda weight: kind, make, count)
+        write_checkpoint(folder, weights, model.num_layers, dtype_of, make, count)
+        half = dtype_of(weights[0]) == torch.bfloat16
         config = RunConfig(
             run_dir=output.name,
             model=model,
-            data=DataConfig(tokenizer=None if name is None else str(output / name), mock=name is None),
-            precision=PrecisionConfig(dtype="bf16" if kind == torch.bfloat16 else "fp32"),
+            data=DataConfig(tokenizer=None if name is None else str(output.absolute() / name)),
+            precision=PrecisionConfig(dtype="bf16" if half else "fp32"),
         )
-        describe_checkpoint(folder, config)
+        unknown = {"mask": mask, "eod": hf_config.get("eos_token_id")} if mask is not None else None
+        describe_checkpoint(folder, config, unknown if known is None else known.facts)
         comparison = None
         if verify:
             say("comparing with transformers ...")
             # a new [MASK] is a token that the source does not know
             tokens = torch.arange(theirs.vocab_size)
             tokens, known_mask = (tokens[tokens != mask], None) if added else (tokens, mask)
-            comparison = compare(open_source(folder), source, ema=False, dtype=kind, tokens=tokens, mask=known_mask)
+            comparison = compare(open_source(folder), source, ema=False, dtype=chosen, tokens=tokens, mask=known_mask)
     return Imported(model, mask, added, (model.vocab_size or 0) - theirs.vocab_size, comparison)
 
 
@@ -152,15 +166,41 @@ def _with_mask_row(table: torch.Tensor, mask: int) -> torch.Tensor:
     return table
 
 
-def _tokenizer_with_mask(source: Path, override: str | None, folder: Path) -> tuple[str | None, int | None, bool]:
-    """(its file in the output, id of [MASK], whether that is new); None where the source has no tokenizer."""
+@dataclass(frozen=True)
+class Known:
+    """A tokenizer that was copied into the output."""
+
+    facts: dict[str, Any]
+    new_mask: bool
+
+
+def _tokenizer_with_mask(source: Path, override: str | None, folder: Path) -> tuple[str | None, Known | None]:
+    """(its file in the output, what is known of it); None where the source has no tokenizer."""
     if override is None and not any(source.glob("tokenizer.*")) and not gpt2_files(source):
-        return None, None, False
+        return None, None
     path, new = copy_with_mask(override or source, folder)
-    return path.name, load_tokenizer(path).mask, new
+    tokenizer = load_tokenizer(path)
+    if new and tokenizer.mask in (taken := _added_tokens(source)):
+        raise ConfigError(
+            f"id {tokenizer.mask} of a new [MASK] belongs to {taken[tokenizer.mask]!r}, which {source} adds to its "
+            "tokenizer outside of the file; save the tokenizer by transformers (its tokenizer.json has all), and give "
+            "it: --tokenizer"
+        )
+    return path.name, Known(facts_of(tokenizer), new)
 
 
-def describe_checkpoint(folder: Path, config: RunConfig) -> None:
+def _added_tokens(source: Path) -> dict[int, str]:
+    """Tokens that a folder of transformers adds beside its tokenizer's own file."""
+    found: dict[int, str] = {}
+    if (source / "added_tokens.json").is_file():
+        found |= {int(number): token for token, number in read_json(source / "added_tokens.json").items()}
+    if (source / "tokenizer_config.json").is_file():
+        added = read_json(source / "tokenizer_config.json").get("added_tokens_decoder") or {}
+        found |= {int(number): str(token.get("content", token)) for number, token in added.items()}
+    return found
+
+
+def describe_checkpoint(folder: Path, config: RunConfig, tokenizer: dict[str, Any] | None) -> None:
     """The files that make the folder a checkpoint of ours, the manifest last."""
     from card_megatron.platform import install
 
@@ -171,7 +211,7 @@ def describe_checkpoint(folder: Path, config: RunConfig) -> None:
     for name, data in plain_files({}).items():
         (folder / name).write_bytes(data)
     fields: dict[str, Any] = {"model": asdict(config.model), "data": {"tokenizer": config.data.tokenizer}}
-    if config.data.mock:
+    if config.data.tokenizer is None:
         del fields["data"]
     (folder / RUN_FILE).write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
     names = ["world_size", "tensor", "pipeline", "virtual_pipeline", "context", "expert"]
@@ -182,6 +222,7 @@ def describe_checkpoint(folder: Path, config: RunConfig) -> None:
         layout=dict.fromkeys(names, 1),
         config=asdict(config),
         versions=versions(),
+        tokenizer=tokenizer,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         files={path.name: describe_file(path) for path in sorted(folder.iterdir())},
     )

@@ -80,6 +80,12 @@ def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
 
 # ---------------------------------------------------------------- back
 
+NEEDED = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
+    *("max_position_embeddings", "rms_norm_eps", "hidden_act"),
+)
+"""Not guessed: transformers' defaults differ from class to class."""
+
 
 def from_hf_config(config: dict[str, Any]) -> ModelConfig:
     """The model of a config.json; refuses whatever would compute something else."""
@@ -88,6 +94,10 @@ def from_hf_config(config: dict[str, Any]) -> ModelConfig:
     if architecture is None:
         raise ConfigError(f"architectures={names} is none of {', '.join(ARCHITECTURES)}; only those can be imported")
     _refuse_windows(config)
+    if missing := [key for key in NEEDED if config.get(key) is None]:
+        raise ConfigError(
+            f"config.json lacks {', '.join(missing)}; load the model by transformers and save it again: it writes all"
+        )
     model = ModelConfig(
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -42,7 +43,7 @@ def model_card(source: Source, config: dict[str, Any], name: str, *, ema: bool, 
         "## Data",
         _data(run),
         "## Evaluation",
-        _evaluation(source),
+        _evaluation(source, ema=ema),
         "## Generate",
         _generate(config),
         "## Serve with vLLM as its own drafter",
@@ -99,38 +100,37 @@ def _data(run: RunConfig) -> str:
         prefix = entry.split()[-1]
         manifest = read_manifest(prefix) if Path(f"{prefix}.json").is_file() else None
         if manifest is None:
-            lines.append(f"- `{entry}` (no manifest at hand)")
+            lines.append(f"- `{Path(prefix).name}` (no manifest at hand)")
             continue
         inputs = ", ".join(f"`{Path(item['path']).name}`" for item in manifest.get("inputs", []))
         lines.append(
-            f"- `{entry}`: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens"
+            f"- `{Path(prefix).name}`: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens"
             f"{f' from {inputs}' if inputs else ''}; tokenizer {manifest['tokenizer']['kind']}, "
             f"sha256 `{manifest['tokenizer']['sha256'][:16]}`"
         )
     return "\n".join(lines)
 
 
-def _evaluation(source: Source) -> str:
+def _evaluation(source: Source, *, ema: bool) -> str:
     """The validation that the run itself recorded at this step."""
     records = source.path.parent.parent / "metrics.jsonl"
-    if source.manifest is None or not records.is_file():
+    if source.manifest is None or source.path.parent.name != "checkpoints" or not records.is_file():
         return "None known."
     found = None
     for line in records.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        if "validation" in record and record["step"] == source.manifest.step:
-            found = record["validation"]
+        with contextlib.suppress(ValueError):  # the last line of a run that is alive, or was killed
+            record = json.loads(line)
+            if "validation" in record and record["step"] == source.manifest.step:
+                found = record["validation"]
     if not found:
         return "None known."
     rows = ["| set | perplexity of clean text (exact) | loss under noise |", "|---|---|---|"]
     for name, metrics in found.items():
         clean = metrics.get("clean_perplexity")
         rows.append(f"| {name} | {'' if clean is None else format(clean, '.3f')} | {metrics['loss']:.4f} |")
-    return "\n".join([*rows, "", "By the run itself, on its own validation sets" + _averaged(source) + "."])
-
-
-def _averaged(source: Source) -> str:
-    return ", with the averaged weights" if source.config.ema.validate else ""
+    averaged = "the averaged" if source.config.ema.validate else "the trained"
+    same = "" if source.config.ema.validate == ema else ", **not the weights of this export**"
+    return "\n".join([*rows, "", f"By the run itself, on its own validation sets, with {averaged} weights{same}."])
 
 
 def _generate(config: dict[str, Any]) -> str:
@@ -177,7 +177,10 @@ def _conversion(comparison: Comparison | None) -> str:
 def _shown(run: RunConfig) -> dict[str, Any]:
     """Fields that are not at their default, as a tree; paths of the machine that trained it stay out."""
     defaults = dict(flatten(_tree(RunConfig())))
-    private = ("run_dir", "data.path_to_cache", "checkpoint.", "logging.", "guard.")
+    private = (
+        *("run_dir", "checkpoint.", "logging.", "guard."),
+        *("data.train", "data.validation", "data.test", "data.tokenizer", "data.path_to_cache"),
+    )
     shown: dict[str, Any] = {}
     for key, value in flatten(_tree(run)):
         if value != defaults.get(key) and not key.startswith(private):

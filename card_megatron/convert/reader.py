@@ -55,6 +55,8 @@ class WeightReader:
         pieces = create_read_items_for_chunk_list(name.key, entry, [region])
         if len(pieces) == 1 and (only := self._piece(pieces[0])).numel() == region.sizes.numel():
             return only.view(weight.megatron_shape)
+        if sum(torch.Size(piece.lengths).numel() for piece in pieces) != region.sizes.numel():
+            raise CheckpointError(f"{self.checkpoint}: the pieces of {name.key} do not make up the whole of it")
         target = torch.empty(sizes, dtype=entry.properties.dtype)
         for piece in pieces:
             part = narrowed(self._piece(piece), piece.storage_offsets, piece.lengths)

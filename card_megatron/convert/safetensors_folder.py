@@ -119,7 +119,10 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path):
         if (folder / INDEX).is_file():
-            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+            try:
+                names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+            except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+                raise ConfigError(f"{folder / INDEX} has no weight_map that can be read ({error})") from error
         elif (folder / "model.safetensors").is_file():
             names = ["model.safetensors"]
         else:
@@ -146,6 +149,8 @@ class SafetensorsFolder:
             rest = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
             while rest and (count := file.readinto(rest)):
                 rest = rest[count:]
+        if rest:
+            raise CheckpointError(f"{place.path} ends within {name}")
         return tensor
 
 
@@ -172,6 +177,10 @@ def _places(path: Path) -> dict[str, Place]:
             for name, entry in header.items()
         }
         size = 8 + length + max(entry["data_offsets"][1] for entry in header.values())
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            if last - first != prod(entry["shape"]) * kinds[entry["dtype"]].itemsize:
+                raise ValueError(f"{name} has {last - first} bytes, which its shape {entry['shape']} does not have")
     except KeyError as error:
         raise CheckpointError(f"{path} holds tensors of type {error}; {', '.join(kinds)} can be read") from error
     except (OSError, ValueError, TypeError, struct.error) as error:

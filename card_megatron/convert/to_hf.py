@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,8 +22,10 @@ from card_megatron.convert.reader import WeightReader
 from card_megatron.convert.safetensors_folder import Group, write_folder
 from card_megatron.convert.tokenizer import encoding_differences, export_tokenizer
 from card_megatron.convert.verify import Comparison, compare
-from card_megatron.data.tokenizers import Tokenizer
+from card_megatron.data.tokenizers import Tokenizer, never_text
 
+EXPORT = ("config.json", "*.safetensors")
+"""What a folder has that an export may replace."""
 TORCH_DTYPES = {name: getattr(torch, theirs) for name, theirs in DTYPES.items()}
 
 
@@ -54,10 +57,10 @@ def to_hf(
     reader = WeightReader(source.path, weights, prefix)
     if verify:
         refuse_damaged(source)
-    dtype = dtype or name_of(reader.dtype(weights[0]))
+    chosen = None if dtype is None else TORCH_DTYPES[dtype]
     config = to_hf_config(
         model,
-        dtype=dtype,
+        dtype=dtype or name_of(reader.dtype(weights[0])),
         eos=None if tokenizer is None else tokenizer.eod,
         mask=mask_of(source, tokenizer),
         pad=None if tokenizer is None else tokenizer.pad,
@@ -67,7 +70,7 @@ def to_hf(
         return weight.transform.split(reader.read(weight), sizes)
 
     groups = [
-        Group(weight.hf, weight.hf_shapes, TORCH_DTYPES[dtype], lambda weight=weight: make(weight))  # type: ignore[misc]
+        Group(weight.hf, weight.hf_shapes, chosen or reader.dtype(weight), lambda weight=weight: make(weight))  # type: ignore[misc]
         for weight in weights
     ]
     total, done = sum(group.bytes for group in groups), 0
@@ -77,11 +80,10 @@ def to_hf(
         done += written
         progress(done, total)
 
-    with whole_folder(output, force=force) as folder:
+    with whole_folder(output, source.path, force=force, may_replace=EXPORT) as folder:
         write_folder(folder, groups, shard_bytes, count)
         write_json(folder / "config.json", config)
-        ends = {name: config[name] for name in ("eos_token_id", "pad_token_id") if config[name] is not None}
-        write_json(folder / "generation_config.json", ends)
+        write_json(folder / "generation_config.json", generation_config(config, tokenizer))
         if "mask_token_id" in config:
             write_custom_generate(folder)
         if tokenizer is not None:
@@ -95,7 +97,7 @@ def to_hf(
                 source,
                 folder,
                 ema=ema,
-                dtype=TORCH_DTYPES[dtype],
+                dtype=chosen,
                 tokens=torch.arange(sizes.vocab),
                 mask=config.get("mask_token_id"),
             )
@@ -104,13 +106,19 @@ def to_hf(
     return Exported(total, comparison)
 
 
+def generation_config(config: dict[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What ends a text, and what never stands in one: transformers' own generate then leaves that out, too."""
+    known = {name: config[name] for name in ("eos_token_id", "pad_token_id") if config[name] is not None}
+    never = {config["mask_token_id"]} if "mask_token_id" in config else set()
+    never |= set() if tokenizer is None else set(never_text(tokenizer, config["vocab_size"]))
+    return known | ({"suppress_tokens": sorted(never)} if never else {})
+
+
 def mask_of(source: Source, tokenizer: Tokenizer | None) -> int | None:
-    """The id of [MASK]; a model that Megatron-LM trained without a tokenizer of ours has none."""
+    """The id of [MASK]: the tokenizer's, or the one that the checkpoint remembers."""
     if tokenizer is not None:
         return tokenizer.mask
-    if source.config.data.mock and source.config.model.vocab_size:
-        return source.config.model.vocab_size - 2  # MockTokenizer's
-    return None
+    return None if source.tokenizer is None else source.tokenizer.get("mask")
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -168,6 +168,7 @@ def byte_backend(tokenizer: BytesTokenizer) -> Any:
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
 
+    assert tokenizer.pad is not None
     special = {"</s>": tokenizer.eod, MASK_PIECE: tokenizer.mask, "<s>": tokenizer.bos, "<pad>": tokenizer.pad}
     backend = Backend(models.BPE({**byte_alphabet(), **special}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -36,19 +36,24 @@ class Comparison:
 
 
 def compare(
-    source: Source, folder: Path, *, ema: bool, dtype: torch.dtype, tokens: torch.Tensor, mask: int | None
+    source: Source, folder: Path, *, ema: bool, dtype: torch.dtype | None, tokens: torch.Tensor, mask: int | None
 ) -> Comparison:
-    """Run both in fp32 from the weights as exported (rounded to `dtype`); one model is in memory at a time.
+    """Run both in fp32, from weights rounded to `dtype` where one is given; one model is in memory at a time.
 
     `tokens`: ids that both know. Raises CheckpointError above the tolerance, or where tensors do not match.
     """
     inputs = make_inputs(tokens, source.config.model.max_position_embeddings, mask)
     ours = megatron_scores(source, inputs, tokens, ema=ema, dtype=dtype)
     gc.collect()
-    theirs = transformers_scores(folder, inputs, tokens)
+    theirs = transformers_scores(folder, inputs, tokens, dtype)
     worst = [float((one - other).abs().max()) for one, other in zip(ours, theirs, strict=True)]
     comparison = Comparison(worst[0], worst[1] if mask is not None else None, inputs[0].numel())
-    if not comparison.worst <= TOLERANCE:  # a NaN is no agreement either
+    if not all(bool(scores.isfinite().all()) for scores in (*ours, *theirs)):
+        raise CheckpointError(
+            "the weights give log-probabilities that are not finite: nothing can be compared. Look at the run's "
+            "metrics, or --no-verify to convert them as they are"
+        )
+    if not comparison.worst <= TOLERANCE:
         raise CheckpointError(
             f"the conversion is wrong: {comparison}; {TOLERANCE:.0e} is allowed. Nothing was written; please report it"
         )
@@ -68,7 +73,7 @@ def make_inputs(tokens: torch.Tensor, longest: int, mask: int | None) -> list[to
 
 @torch.inference_mode()
 def megatron_scores(
-    source: Source, inputs: list[torch.Tensor], tokens: torch.Tensor, *, ema: bool, dtype: torch.dtype
+    source: Source, inputs: list[torch.Tensor], tokens: torch.Tensor, *, ema: bool, dtype: torch.dtype | None
 ) -> list[torch.Tensor]:
     """Log-probabilities [B, S, V] of a checkpoint, by Megatron's own loader and model."""
     install()
@@ -77,14 +82,15 @@ def megatron_scores(
     config = inference_config(source.config)
     with model_parallel(Ranks(), config.parallel):
         model = load_model(source, config, ema=ema)
-        for param in model.parameters():
-            param.copy_(param.to(dtype))
+        _round(model, dtype)
         device = next(model.parameters()).device
         return [_scores(model(batch.to(device), None, None), tokens) for batch in inputs]
 
 
 @torch.inference_mode()
-def transformers_scores(folder: Path, inputs: list[torch.Tensor], tokens: torch.Tensor) -> list[torch.Tensor]:
+def transformers_scores(
+    folder: Path, inputs: list[torch.Tensor], tokens: torch.Tensor, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
     """The same by transformers, as any user would load it."""
     transformers = import_transformers()
     transformers.utils.logging.disable_progress_bar()
@@ -93,7 +99,15 @@ def transformers_scores(folder: Path, inputs: list[torch.Tensor], tokens: torch.
     )
     if problems := {kind: sorted(map(str, names)) for kind, names in info.items() if names}:
         raise CheckpointError(f"transformers finds the tensors of {folder.name} wrong: {problems}")
+    _round(model, dtype)
     return [_scores(model.eval()(batch).logits, tokens) for batch in inputs]
+
+
+def _round(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
+    """Parameters as they are once they were stored as `dtype`."""
+    if dtype is not None:
+        for param in model.parameters():
+            param.copy_(param.to(dtype))
 
 
 def _scores(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,8 @@ class Tokenizer(Protocol):
     mask: int
     pad: int | None
     """Fills up batches and never stands in a text; None where the tokenizer has none."""
+    gaps: tuple[int, ...]
+    """Ids below vocab_size that mean nothing."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text, without any added at its ends."""
@@ -55,6 +57,7 @@ class SentencePieceTokenizer:
     """A SentencePiece model with a [MASK] piece; its </s> ends a document."""
 
     kind = "sentencepiece"
+    gaps: tuple[int, ...] = ()
 
     def __init__(self, path: Path):
         import sentencepiece
@@ -94,7 +97,9 @@ class HuggingFaceTokenizer:
         self.path, self.backend, self.sources = path, backend, sources
         # special tokens that a document happens to spell are text
         self.backend.encode_special_tokens = True
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1  # ids may have gaps
+        known = set(backend.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = max(known) + 1
+        self.gaps = tuple(sorted(set(range(self.vocab_size)) - known))
         self.mask = backend.token_to_id(MASK_PIECE)
         if self.mask is None:
             raise lacks_mask(path)
@@ -125,7 +130,9 @@ class BytesTokenizer:
     """The 256 bytes of UTF-8, and four more ids."""
 
     kind = BYTES
-    eod, mask, bos, pad = 256, 257, 258, 259
+    gaps: tuple[int, ...] = ()
+    eod, mask, bos = 256, 257, 258
+    pad: int | None = 259
     vocab_size = 260
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -142,7 +149,8 @@ class MockTokenizer:
     """Ids without text, for the mock dataset: the last two of the vocabulary are [MASK] and end of document."""
 
     kind = "mock"
-    pad = None
+    pad: int | None = None
+    gaps: tuple[int, ...] = ()
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
@@ -170,8 +178,13 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     return SentencePieceTokenizer(path)
 
 
-def tokenizer_of(config: RunConfig, override: str | None = None) -> Tokenizer | None:
-    """The tokenizer of a run that was trained elsewhere, perhaps; None for one on mock data."""
+def tokenizer_of(
+    config: RunConfig, override: str | None = None, saved: dict[str, Any] | None = None
+) -> Tokenizer | None:
+    """The tokenizer of a run that was trained elsewhere, perhaps; None for one on mock data, or without any.
+
+    `saved` are the facts in the checkpoint's manifest: a tokenizer with other ids is refused.
+    """
     name = override or config.data.tokenizer
     if name is None:
         return None
@@ -183,7 +196,41 @@ def tokenizer_of(config: RunConfig, override: str | None = None) -> Tokenizer | 
             f"tokenizer {name} has {tokenizer.vocab_size} pieces and the model {config.model.vocab_size} rows; "
             "give the tokenizer that the model was trained with: --tokenizer"
         )
+    if saved is not None:
+        refuse_other_ids(facts_of(tokenizer), saved, str(name))
     return tokenizer
+
+
+def never_text(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+    """Ids of a model's vocabulary that stand in no text, beside [MASK]: padding, and those without a piece."""
+    padding = () if tokenizer.pad is None else (tokenizer.pad,)
+    return (*padding, *tokenizer.gaps, *range(tokenizer.vocab_size, vocab_size))
+
+
+def facts_of(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a checkpoint remembers of its tokenizer."""
+    return {
+        "kind": tokenizer.kind,
+        "sha256": tokenizer.fingerprint(),
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+        "mask": tokenizer.mask,
+    }
+
+
+def refuse_other_ids(ours: dict[str, Any], saved: dict[str, Any], name: str) -> None:
+    """Raise where two tokenizers cannot be the same. Another file may still be: an export's encodes as its source."""
+    wrong = [
+        f"{key} {ours[key]} (was {saved[key]})"
+        for key in ("vocab_size", "eod", "mask")
+        if saved.get(key) is not None and ours[key] != saved[key]
+    ]
+    if not wrong and ours["kind"] == saved.get("kind") and ours["sha256"] != saved["sha256"]:
+        wrong = [f"sha256 {ours['sha256'][:12]} (was {saved['sha256'][:12]})"]
+    if wrong:
+        raise ConfigError(
+            f"{name}: not the tokenizer that the model was trained with: {', '.join(wrong)}; give the right one"
+        )
 
 
 def tokenizer_path(name: str | Path) -> Path:

@@ -24,7 +24,7 @@ from card_megatron.decoding.engine import Request, decode
 from card_megatron.decoding.hf_backend import HFBackend
 from card_megatron.decoding.sampling import SamplingParams
 
-NO_EFFECT = {"use_cache", "return_dict_in_generate", "synced_gpus", "trust_remote_code", "custom_generate"}
+NO_EFFECT = {"use_cache", "synced_gpus", "trust_remote_code", "custom_generate", "transformers_version", "bos_token_id"}
 """Arguments of transformers that may be given and change nothing here."""
 
 
@@ -88,7 +88,9 @@ def generate(
         for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
     ]
     pad = option("pad_token_id", None)
-    never = () if pad is None or pad in eos_ids else (int(pad),)
+    never = [int(token) for token in option("suppress_tokens", ()) if token not in eos_ids]
+    if pad is not None and pad not in eos_ids:
+        never.append(int(pad))
     pad = pad if pad is not None else (eos_ids[0] if eos_ids else 0)
     results, stats = decode(
         HFBackend(model),
@@ -107,9 +109,11 @@ def generate(
 def _options(model: Any, generation_config: Any, given: dict[str, Any]) -> Any:
     """Looks an option up: what was given, then the call's generation_config, then the model's. Refuses the unknown."""
     known = {"max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p"}
-    known |= {"repetition_penalty", "eos_token_id", "pad_token_id"}
-    for name, value in given.items():
-        if name not in known | NO_EFFECT and value is not None and value is not False:
+    known |= {"repetition_penalty", "eos_token_id", "pad_token_id", "suppress_tokens"}
+    asked = dict(given) if generation_config is None else {**generation_config.to_diff_dict(), **given}
+    for name, value in asked.items():
+        private = name.startswith("_")
+        if name not in known | NO_EFFECT and not private and value is not None and value is not False:
             raise ValueError(f"{name}={value!r} is not supported by CARD decoding; known: {', '.join(sorted(known))}")
 
     def look(name: str, default: Any) -> Any:

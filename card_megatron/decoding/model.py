@@ -12,7 +12,7 @@ import torch
 
 from card_megatron.checkpoint.source import open_source
 from card_megatron.config.errors import ConfigError
-from card_megatron.data.tokenizers import MockTokenizer, Tokenizer, load_tokenizer, tokenizer_of
+from card_megatron.data.tokenizers import MockTokenizer, Tokenizer, load_tokenizer, never_text, tokenizer_of
 from card_megatron.decoding.engine import Backend
 from card_megatron.platform import Ranks, install, model_parallel, ranks_from_environment
 from card_megatron.platform.ranks import init_process_group
@@ -38,8 +38,7 @@ class OpenModel:
     @property
     def forbidden(self) -> tuple[int, ...]:
         """Ids that no text may contain, beside [MASK]: padding, and those that the tokenizer does not have."""
-        unknown = range(self.tokenizer.vocab_size, self.backend.vocab_size)
-        return tuple(unknown) if self.tokenizer.pad is None else (self.tokenizer.pad, *unknown)
+        return never_text(self.tokenizer, self.backend.vocab_size)
 
 
 def is_hf_folder(path: Path) -> bool:
@@ -80,12 +79,13 @@ def _open_megatron(
     from card_megatron.decoding.megatron_backend import MegatronBackend
     from card_megatron.inference import inference_config, load_model
 
-    source = open_source(path)
+    source = open_source(path, None if tokenizer is None else load_tokenizer(tokenizer).vocab_size)
     dtype = dtype or (source.config.precision.dtype if torch.cuda.is_available() else "fp32")
     config = inference_config(source.config, world_size=ranks.world_size, tensor=tensor, pipeline=pipeline, dtype=dtype)
-    known = tokenizer_of(source.config, tokenizer)
-    if known is None:
-        known = MockTokenizer(source.config.model.vocab_size or 0)
+    known = tokenizer_of(source.config, tokenizer, source.tokenizer)
+    if known is None and not source.config.data.mock:
+        raise ConfigError(f"{path} does not say which tokenizer its model has; give it: --tokenizer")
+    known = known or MockTokenizer(source.config.model.vocab_size or 0)
     with model_parallel(ranks, config.parallel):
         model = load_model(source, config, ema=ema)
         in_replica = parallel_state.get_tensor_model_parallel_rank() + parallel_state.get_pipeline_model_parallel_rank()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +27,7 @@ class Continuation:
     text: str
     """Without the end of text, and without the stop string that ended it."""
     result: Result
+    prompt_tokens: list[int]
 
 
 @dataclass(frozen=True)
@@ -70,17 +72,21 @@ def generate(
     `on_text(number, text)` hears new text as it is decided, on the rank that leads the prompt's replica.
     """
     mine = range(model.replica, len(prompts), model.replicas)
-    streams = {number: _Stream(model.tokenizer, options.stop, number, on_text) for number in mine} if on_text else {}
+    # an empty prompt is what the beginning of a text follows in training
+    ids = {number: encode(model.tokenizer, prompts[number]) or [model.tokenizer.eod] for number in range(len(prompts))}
+    streams: dict[int, _Stream] = {}
     requests = []
     for number in mine:
-        prompt = encode(model.tokenizer, prompts[number]) or [model.tokenizer.eod]  # what a text's beginning follows
+        prompt = ids[number]
+        if on_text is not None:
+            streams[number] = _Stream(partial(text_of, model.tokenizer, prompt), options.stop, number, on_text)
         requests.append(
             Request(
                 prompt,
                 options.max_new_tokens,
                 sampling=_with_seed(options.sampling, number),
                 eos_ids=(model.tokenizer.eod,),
-                stop=_stopper(model.tokenizer, options.stop),
+                stop=_stopper(partial(text_of, model.tokenizer, prompt), options.stop),
                 on_tokens=streams[number].add if model.leads and number in streams else None,
             )
         )
@@ -97,7 +103,12 @@ def generate(
         raise ConfigError(str(error)) from error
     found = _gathered(model, dict(zip(mine, results, strict=True)), stats)
     texts = [
-        Continuation(prompts[number], text_of(model.tokenizer, found[0][number].tokens, options.stop), found[0][number])
+        Continuation(
+            prompts[number],
+            text_of(model.tokenizer, ids[number], found[0][number].tokens, options.stop),
+            found[0][number],
+            ids[number],
+        )
         for number in range(len(prompts))
     ]
     for number, stream in streams.items():
@@ -106,22 +117,27 @@ def generate(
     return texts, found[1]
 
 
-def text_of(tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[str] = ()) -> str:
-    """The text of generated tokens, up to the end of text or the first stop string."""
-    kept = [token for token in tokens if token != tokenizer.eod]
-    text = tokenizer.decode(kept)
+def text_of(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], stop: Sequence[str] = ()) -> str:
+    """The text that generated tokens add to a prompt's, up to the end of text or the first stop string.
+
+    Decoded behind the prompt: many tokenizers leave out the space at the beginning of what they decode.
+    """
+    before, behind = ([token for token in ids if token != tokenizer.eod] for ids in (prompt, tokens))
+    given = tokenizer.decode(before)
+    text = tokenizer.decode([*before, *behind])
+    text = text[len(given) :] if text.startswith(given) else tokenizer.decode(behind)
     places = [place for place in (text.find(string) for string in stop) if place >= 0]
     return text[: min(places)] if places else text
 
 
-def _stopper(tokenizer: Tokenizer, stop: Sequence[str]) -> Callable[[list[int]], int | None] | None:
+def _stopper(text: Callable[[list[int]], str], stop: Sequence[str]) -> Callable[[list[int]], int | None] | None:
     """Tokens to keep once a stop string is complete: the fewest whose text has it."""
     if not stop:
         return None
 
     def has_stop(tokens: list[int]) -> bool:
-        text = tokenizer.decode(tokens)
-        return any(string in text for string in stop)
+        found = text(tokens)
+        return any(string in found for string in stop)
 
     def look(tokens: list[int]) -> int | None:
         if not has_stop(tokens):
@@ -138,15 +154,15 @@ def _stopper(tokenizer: Tokenizer, stop: Sequence[str]) -> Callable[[list[int]],
 class _Stream:
     """Tells of text once it cannot change: no half character, and nothing that may become a stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], number: int, on_text: Callable[[int, str], None]):
-        self.tokenizer, self.stop, self.number, self.on_text = tokenizer, stop, number, on_text
+    def __init__(self, text: Callable[..., str], stop: Sequence[str], number: int, on_text: Callable[[int, str], None]):
+        self.text, self.stop, self.number, self.on_text = text, stop, number, on_text
         self.tokens: list[int] = []
         self.told = 0
         self.held = max((len(string) - 1 for string in stop), default=0)
 
     def add(self, tokens: list[int]) -> None:
         self.tokens += tokens
-        text = text_of(self.tokenizer, self.tokens, self.stop)
+        text = self.text(self.tokens, self.stop)
         sure = len(text.rstrip("\ufffd")) - self.held
         if sure > self.told:
             self.on_text(self.number, text[self.told : sure])

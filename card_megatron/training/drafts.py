@@ -47,7 +47,7 @@ Passes = Callable[[Objective, Callable], list[dict[int, list[int]]]]
 def draft_metrics(state: TrainState, passes: Passes) -> dict[str, float]:
     """Mean accept length of K drafts, and passes per token of `verify` at that length. All ranks must call this.
 
-    A pass that drafts and one that verifies together give 2 + accept length tokens.
+    A pass that verifies gives 1 + accept length tokens; after a rejection a pass has nothing to verify, and gives one.
     """
     count = state.config.eval.drafts
     objective = partial(Tail, count, mask_id=state.objective.mask_id, eod_id=state.objective.eod_id)
@@ -57,7 +57,8 @@ def draft_metrics(state: TrainState, passes: Passes) -> dict[str, float]:
     chosen = on_all_ranks(passes(objective(instead=inputs), forward_step(state, count)))
     lengths = [accept_length(tokens[1:], chosen[index]) for index, tokens in drafted.items()]
     mean = sum(lengths) / max(1, len(lengths))
-    return {"accept_length": mean, "passes_per_token": 2 / (2 + mean)}
+    whole = sum(length == count for length in lengths) / max(1, len(lengths))
+    return {"accept_length": mean, "passes_per_token": 1 / (1 + mean / (2 - whole))}
 
 
 def accept_length(drafts: list[int], chosen: list[int]) -> int:

@@ -26,12 +26,14 @@ from card_megatron.checkpoint.saver import Saver, describe_run
 from card_megatron.checkpoint.source import open_source
 from card_megatron.config.derived import parameter_count, total_steps
 from card_megatron.config.errors import CheckpointError, RunStopped
+from card_megatron.data.tokenizers import refuse_other_ids
 from card_megatron.training.control import Control, Verdict
 from card_megatron.training.evaluate import evaluate
 from card_megatron.training.guard import Guard
 from card_megatron.training.records import Recorder
 from card_megatron.training.state import TrainState
 from card_megatron.training.step import StepResult, train_step
+from card_megatron.training.tasks import ScoreTasks, Tasks
 from card_megatron.training.watchdog import Watchdog
 from card_megatron.training.window import Window, make_record
 
@@ -42,8 +44,11 @@ STOPPED = "stopped.json"
 class Loop:
     """A run in progress: everything beside the state that a step works on."""
 
-    def __init__(self, state: TrainState, events: Callable[..., None], watchdog: Watchdog):
+    def __init__(
+        self, state: TrainState, events: Callable[..., None], watchdog: Watchdog, score: ScoreTasks | None = None
+    ):
         self.state, self.config, self.events, self.watchdog = state, state.config, events, watchdog
+        self.tasks = Tasks(self.config, score, watchdog)
         self.run_dir = Path(self.config.run_dir)
         self.steps = total_steps(self.config)
         self.saver = Saver(self.run_dir, self.config.checkpoint, state.optimizer, events)
@@ -88,6 +93,8 @@ class Loop:
         """Take another checkpoint's weights, and nothing else of it: this is a new run."""
         source = open_source(path, self.config.model.vocab_size)
         refuse_other_model(dataclasses.asdict(self.config), dataclasses.asdict(source.config), source.path)
+        if source.tokenizer is not None and self.state.tokenizer is not None:
+            refuse_other_ids(self.state.tokenizer, source.tokenizer, f"data.tokenizer={self.config.data.tokenizer}")
         refuse_damaged(source, checksums=self.config.checkpoint.verify)
         checkpoint_contents.load_weights(self.state.model, source.path)
         self.state.optimizer.reload_model_params()
@@ -114,6 +121,8 @@ class Loop:
         state = self.state
         if not resumed and self.config.eval.at_start:
             self.validations["before"] = self.validate(recorder)
+        if resumed:
+            self.tasks.catch_up(state.step, recorder)
         while state.consumed_samples < state.total_samples:
             self.watchdog.beat(state.step, "training")
             started, first_sample = time.perf_counter(), state.consumed_samples
@@ -128,6 +137,8 @@ class Loop:
             if last or (interval and state.step % interval == 0):
                 self.validations["after"] = self.validate(recorder)
             self.save_if_due(recorder, verdict, last)
+            if verdict.signal is None:  # a run that is asked to end has no time
+                self.tasks.evaluate_if_due(state.step, recorder)
             self.saver.poll()
             if verdict.signal is not None and not last:
                 return self.stop(recorder, signal.Signals(verdict.signal).name)
@@ -200,8 +211,9 @@ class Loop:
     def save_if_due(self, recorder: Recorder, verdict: Verdict, last: bool) -> None:
         interval = self.config.checkpoint.interval
         due = interval is not None and self.state.step % interval == 0
-        if due or last or verdict.save or verdict.signal is not None:
-            self.save(recorder, wait=last or verdict.signal is not None)
+        wait = last or verdict.signal is not None or self.tasks.due(self.state.step)
+        if due or wait or verdict.save:
+            self.save(recorder, wait=wait)
 
     def save(self, recorder: Recorder, *, wait: bool) -> None:
         """Save this step, once; with `wait` the disk has it, and all earlier saves, before this returns."""
@@ -235,6 +247,7 @@ class Loop:
             consumed_samples=self.state.consumed_samples,
             parameters=parameter_count(self.config.model),
             ema=self.state.ema is not None,
+            tokenizer=self.state.tokenizer,
         )
 
     def seconds(self) -> float:

@@ -21,6 +21,7 @@ from card_megatron.config.derived import batch_size_at, total_samples
 from card_megatron.config.schema import RunConfig
 from card_megatron.data.datasets import CleanDatasets, ObjectiveDataset, build_clean_datasets
 from card_megatron.data.loader import MicroBatchSampler, micro_batches, reads_data
+from card_megatron.data.tokenizers import facts_of
 from card_megatron.model import build_model
 from card_megatron.objectives import Objective, build_objective
 from card_megatron.platform import join_model_parallel
@@ -48,6 +49,8 @@ class TrainState:
     consumed_samples: int = 0
     skipped_steps: int = 0
     ema: Ema | None = None
+    tokenizer: dict[str, Any] | None = None
+    """Facts of the data's tokenizer, for checkpoints."""
     samples: Samples = field(default_factory=lambda: Samples([], []))
     """What the current step has scored so far."""
     weight_sum: torch.Tensor | None = None
@@ -90,6 +93,7 @@ def build_state(plan: Plan) -> TrainState:
         forward_backward=get_forward_backward_func(),
         total_samples=total_samples(config),
         ema=None if config.ema.decay is None else Ema(optimizer, model, config.ema.decay),
+        tokenizer=facts_of(plan.tokenizer),
     )
     connect(state)
     return state

@@ -102,6 +102,7 @@ def test_a_run_starts_from_a_conversion_in_every_layout(trained, corpus, tmp_pat
         for when in ("validation_before", "validation_after"):
             ours, oracle = summary[when]["second"], summaries["one process"][when]["second"]
             assert abs(ours["clean_nll"] - oracle["clean_nll"]) < 5e-6, (name, when)
+        to_hf(open_source(tmp_path / name), tmp_path / f"{name} hf", None, say=lambda text: None)  # compares
     start = summaries["one process"]["validation_before"]["second"]["clean_nll"]
     assert start < trained_curve[0]["nll"], "weights that have been trained"
 

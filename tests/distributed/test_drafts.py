@@ -43,7 +43,8 @@ def summaries(corpus, tmp_path_factory):
 def test_every_layout_measures_the_same(summaries, name):
     ours, oracle = (summaries[layout]["validation_after"]["second"] for layout in (name, "one process"))
     assert ours["accept_length"] == oracle["accept_length"]
-    assert ours["passes_per_token"] == pytest.approx(2 / (2 + ours["accept_length"]))
+    # between: no draft is ever verified twice in a row, and every one is accepted
+    assert 1 / (1 + DRAFTS) <= ours["passes_per_token"] <= 2 / (2 + ours["accept_length"])
 
 
 def test_it_is_what_decoding_accepts(summaries, corpus, tmp_path):

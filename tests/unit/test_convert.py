@@ -157,6 +157,7 @@ def test_the_model_card_tells_where_it_comes_from(run, tmp_path):
     source = open_source(run)
     to_hf(source, tmp_path / "out", tokenizer_of(source.config), verify=False, say=quiet)
     card = (tmp_path / "out" / "README.md").read_text()
+    assert str(tmp_path.parent) not in card, "no paths of the machine that trained it"
     assert "4 steps, 32 sequences of 32 tokens (1,024 tokens)" in card
     assert "CARD" in card and "first" in card and "documents" in card and "| second |" in card
     assert "Untested" in card and "parallel_drafting" in card and "Not compared" in card
@@ -172,7 +173,9 @@ def test_a_file_is_what_safetensors_reads(run, tmp_path):
 # ---------------------------------------------------------------- Megatron-LM
 
 
-def megatron_lm_checkpoint(root: Path, **changes) -> tuple[Path, dict[str, torch.Tensor]]:
+def megatron_lm_checkpoint(
+    root: Path, model_config=PLAIN, numbered: bool = False, **changes
+) -> tuple[Path, dict[str, torch.Tensor]]:
     """What Megatron-LM's save_checkpoint writes for a GPT model, by the same calls of megatron.core."""
     from megatron.core import dist_checkpointing
 
@@ -190,7 +193,7 @@ def megatron_lm_checkpoint(root: Path, **changes) -> tuple[Path, dict[str, torch
             max_position_embeddings=64,
             untie_embeddings_and_output_weights=False,
             normalization="RMSNorm",
-            norm_epsilon=1e-5,
+            layernorm_epsilon=1e-6,
             swiglu=True,
             position_embedding_type="rope",
             rotary_base=10000,
@@ -199,7 +202,7 @@ def megatron_lm_checkpoint(root: Path, **changes) -> tuple[Path, dict[str, torch
             add_bias_linear=False,
             add_qkv_bias=False,
             qk_layernorm=False,
-            num_experts=None,
+            num_moe_experts=None,
             seq_length=32,
         )
         | changes
@@ -207,8 +210,10 @@ def megatron_lm_checkpoint(root: Path, **changes) -> tuple[Path, dict[str, torch
     (root / "iter_0000007").mkdir(parents=True)
     (root / "latest_checkpointed_iteration.txt").write_text("7")
     with model_parallel(Ranks(), ParallelConfig()):
-        model = megatron_model(PLAIN)
-        state = {"args": arguments, "checkpoint_version": 3.0, "iteration": 7, "model": model.sharded_state_dict()}
+        model = megatron_model(model_config)
+        metadata = {"non_homogeneous_layers": True} if numbered else None
+        weights = model.sharded_state_dict(metadata=metadata)
+        state = {"args": arguments, "checkpoint_version": 3.0, "iteration": 7, "model": weights}
         dist_checkpointing.save(state, str(root / "iter_0000007"))
     return root, dict(model.named_parameters())
 
@@ -221,15 +226,55 @@ def test_megatron_lms_checkpoints_are_read(tmp_path):
     assert "mask_token_id" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
-def test_megatron_lms_models_of_another_kind_are_refused(tmp_path):
-    root, _ = megatron_lm_checkpoint(tmp_path / "theirs", rotary_interleaved=True)
-    with pytest.raises(CheckpointError, match="rotary_interleaved=True"):
+@pytest.mark.parametrize("generation", ["0.16", "0.15"])
+def test_megatron_lms_arguments_are_read_under_either_name(tmp_path, generation):
+    """0.16 named its arguments after TransformerConfig's fields: what is misread here, no comparison can see."""
+    root, _ = megatron_lm_checkpoint(tmp_path / "theirs")
+    common = torch.load(root / "iter_0000007" / "common.pt", weights_only=False)
+    if generation == "0.15":
+        arguments = vars(common["args"])
+        arguments["norm_epsilon"], arguments["num_experts"] = arguments.pop("layernorm_epsilon"), None
+        del arguments["num_moe_experts"]
+        torch.save(common, root / "iter_0000007" / "common.pt")
+    model = open_source(root, 101).config.model
+    assert (model.layernorm_epsilon, model.num_moe_experts, model.vocab_size) == (1e-6, None, 101)
+    del common["args"].rotary_percent
+    torch.save(common, root / "iter_0000007" / "common.pt")
+    with pytest.raises(CheckpointError, match="no argument rotary_percent"):
+        open_source(root, 101)
+
+
+def test_layers_may_have_names_of_their_own(tmp_path):
+    """As Megatron saves layers that are not alike: converted, and compared by Megatron's own loader."""
+    model = MODELS["untied"]
+    options = dict(group_query_attention=True, num_query_groups=2, untie_embeddings_and_output_weights=True)
+    root, params = megatron_lm_checkpoint(tmp_path / "theirs", model, numbered=True, layernorm_epsilon=1e-5, **options)
+    cli.main(["convert", "to-hf", str(root), str(tmp_path / "out"), "--vocab-size=100"])
+    ours = weights(tmp_path / "out")["model.layers.1.mlp.down_proj.weight"]
+    assert torch.equal(ours, params["decoder.layers.1.mlp.linear_fc2.weight"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rotary_interleaved": True},
+        {"layernorm_zero_centered_gamma": True},
+        {"apply_layernorm_1p": True},
+        {"qk_l2_norm": True},
+        {"softmax_scale": 0.1},
+        {"apply_residual_connection_post_layernorm": True},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_megatron_lms_models_of_another_kind_are_refused(tmp_path, changes):
+    root, _ = megatron_lm_checkpoint(tmp_path / "theirs", **changes)
+    with pytest.raises(CheckpointError, match=next(iter(changes))):
         open_source(root, 101)
 
 
 def test_megatron_lms_vocabulary_must_be_known(tmp_path):
-    root, _ = megatron_lm_checkpoint(tmp_path / "theirs")
-    with pytest.raises(CheckpointError, match=r"128 embedding rows.*--vocab-size"):
+    root, _ = megatron_lm_checkpoint(tmp_path / "theirs", vocab_size=100)
+    with pytest.raises(CheckpointError, match="128 embedding rows are real"):
         open_source(root)
     with pytest.raises(CheckpointError, match="between 1 and the checkpoint's 128 rows"):
         open_source(root, 129)
@@ -269,6 +314,7 @@ def test_an_existing_output_stays_as_it_is(run, tmp_path):
     taken = tmp_path / "out"
     taken.mkdir()
     (taken / "config.json").write_text("mine")
+    (taken / "model.safetensors").write_text("mine, too")
     with pytest.raises(ConfigError, match=r"exists already.*--force"):
         to_hf(open_source(run), taken, None, say=quiet)
     assert (taken / "config.json").read_text() == "mine"
@@ -277,13 +323,99 @@ def test_an_existing_output_stays_as_it_is(run, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_force_does_not_replace_what_is_no_model(run, tmp_path):
+def test_force_does_not_replace_what_is_no_export(run, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
-    (home / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="no folder of a model"):
+    (home / "config.json").write_text("some other program's")
+    with pytest.raises(ConfigError, match="no output of this command"):
         to_hf(open_source(run), home, None, force=True, say=quiet)
-    assert (home / "thesis.txt").is_file()
+    assert (home / "config.json").is_file()
+    copied = tmp_path / "run" / "checkpoints" / "step_000004"
+    shutil.copytree(open_source(run).path, copied)
+    for output in (copied, copied.parent, copied / "inside"):
+        with pytest.raises(ConfigError, match="which is read"):
+            to_hf(open_source(copied), output, None, force=True, say=quiet)
+    other = tmp_path / "other" / "step_000004"
+    shutil.copytree(copied, other)
+    with pytest.raises(ConfigError, match="no output of this command"):
+        to_hf(open_source(copied), other, None, force=True, say=quiet)
+    assert (other / "manifest.json").is_file()
+
+
+def test_weights_that_are_not_finite_agree_with_nothing(hf, tmp_path):
+    from safetensors.torch import save_file
+
+    source = hf("untied")
+    held = weights(source)
+    held["model.embed_tokens.weight"][4] = float("nan")  # the row of [MASK], which clean inputs may never meet
+    save_file(held, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="not finite"):
+        from_hf(source, tmp_path / "out", say=quiet)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_type_on_the_way_in(hf, tmp_path):
+    imported = from_hf(hf("grouped queries"), tmp_path / "half", dtype="bf16", say=quiet)
+    assert imported.comparison is not None and imported.comparison.worst < verify.TOLERANCE
+    assert {tensor.dtype for tensor in tensors(tmp_path / "half").values()} == {torch.bfloat16}
+
+
+def test_mixed_types_stay_as_they_are(hf, tmp_path):
+    from safetensors.torch import save_file
+
+    source = hf()
+    held = {key: value.bfloat16() if value.dim() > 1 else value for key, value in weights(source).items()}
+    save_file(held, source / "model.safetensors", metadata={"format": "pt"})
+    from_hf(source, tmp_path / "checkpoint", say=quiet)
+    to_hf(open_source(tmp_path / "checkpoint"), tmp_path / "back", None, say=quiet)
+    after = weights(tmp_path / "back")
+    assert all(torch.equal(held[key], after[key]) and held[key].dtype == after[key].dtype for key in held)
+
+
+def test_a_mask_that_is_known_stays_known(hf, tmp_path):
+    """Without tokenizer files: the source's own mask_token_id, and none is made up where it has none."""
+    source = hf()
+    for mask in (4, None):
+        config = json.loads((source / "config.json").read_text()) | {"mask_token_id": mask}
+        (source / "config.json").write_text(json.dumps(config))
+        from_hf(source, tmp_path / f"in{mask}", verify=False, say=quiet)
+        to_hf(open_source(tmp_path / f"in{mask}"), tmp_path / f"out{mask}", None, verify=False, say=quiet)
+        back = json.loads((tmp_path / f"out{mask}" / "config.json").read_text())
+        assert back.get("mask_token_id") == mask
+        assert (tmp_path / f"out{mask}" / "custom_generate").exists() == (mask is not None)
+
+
+def test_a_new_mask_takes_no_token_away(hf, corpus, tmp_path):
+    """A folder that adds tokens beside its tokenizer's file."""
+    from sentencepiece import SentencePieceTrainer
+
+    source, text = hf("untied"), tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(source / "tokenizer"), vocab_size=60, hard_vocab_limit=False, minloglevel=2
+    )
+    from sentencepiece import SentencePieceProcessor
+
+    last = SentencePieceProcessor(model_file=str(source / "tokenizer.model")).get_piece_size()
+    (source / "added_tokens.json").write_text(json.dumps({"<|im_end|>": last}))
+    with pytest.raises(ConfigError, match=r"belongs to '<\|im_end\|>'"):
+        from_hf(source, tmp_path / "out", say=quiet)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_tokenizer_is_refused(run, tmp_path):
+    with pytest.raises(SystemExit, match=r"not the tokenizer.*mask 257 \(was 4\)"):
+        cli.main(["convert", "to-hf", str(run), str(tmp_path / "out"), "--tokenizer", "bytes"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_live_runs_last_line_harms_nothing(run, tmp_path):
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    with (copied / "metrics.jsonl").open("a") as records:
+        records.write('{"step": 5, "lo')
+    to_hf(open_source(copied), tmp_path / "out", None, ema=True, verify=False, say=quiet)
+    assert "not the weights of this export" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_wrong_conversion_is_noticed_and_leaves_nothing(run, tmp_path, monkeypatch):
@@ -338,6 +470,7 @@ def test_tensors_that_are_missing_or_unknown_are_named(hf, tmp_path):
     [
         (["to-hf", "nowhere", "out"], "no checkpoint"),
         (["from-hf", "nowhere", "out"], "config.json cannot be read"),
+        (["from-hf", ".", "out"], "which is read"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, arguments, fault):

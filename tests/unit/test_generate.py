@@ -102,19 +102,83 @@ def test_a_stop_string_ends_a_text_and_is_not_part_of_it(run, tmp_path):
     assert ended.result.ended == "stop" and stop not in ended.text
     assert whole.text.startswith(ended.text + stop)
     assert "".join(heard) == ended.text
-    assert stop in text_of(model.tokenizer, ended.result.tokens) and stop not in text_of(
-        model.tokenizer, ended.result.tokens[:-1]
+    texts = [text_of(model.tokenizer, [], ended.result.tokens[:end]) for end in (None, -1)]
+    assert stop in texts[0] and stop not in texts[1], "no more tokens than the stop string needs"
+
+
+def test_a_space_behind_the_prompt_is_kept(tmp_path):
+    """Tokenizers with a dummy prefix decode the beginning of a text without its space."""
+    from sentencepiece import SentencePieceTrainer
+
+    from card_megatron.data.tokenizer_training import add_mask
+    from card_megatron.data.tokenizers import encode, load_tokenizer
+
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    SentencePieceTrainer.train(
+        input=str(tmp_path / "text.txt"),
+        model_prefix=str(tmp_path / "sp"),
+        vocab_size=60,
+        hard_vocab_limit=False,
+        minloglevel=2,
     )
+    tokenizer = load_tokenizer(add_mask(tmp_path / "sp.model", tmp_path / "masked.model"))
+    whole, prompt = encode(tokenizer, "the quick brown"), encode(tokenizer, "the quick")
+    assert whole[: len(prompt)] == prompt
+    assert text_of(tokenizer, prompt, whole[len(prompt) :]) == " brown"
+
+
+def test_ids_without_a_piece_never_come_out(corpus, tmp_path):
+    """A model with more rows than its tokenizer: ours, and the exported generate."""
+    import torch
+    import transformers
+
+    from card_megatron.training.run import train_run
+
+    options = ["--train.train_iters=2", "--model.vocab_size=600", "--optimizer.lr_warmup_iters=0"]
+    train_run(tiny_config(corpus, tmp_path / "run", *options), Ranks(), console=False)
+    source = open_source(tmp_path / "run")
+    to_hf(source, tmp_path / "hf", tokenizer_of(source.config), say=lambda text: None)
+    prompts, sampling = ["def main", "The"], SamplingParams(temperature=3.0, seed=2)
+    with open_model(tmp_path / "run") as model:
+        made, _ = generate(model, prompts, Generation(max_new_tokens=40, sampling=sampling))
+    tokens = [one.result.tokens for one in made]
+    assert all(token < 500 and token not in (3, 4) for row in tokens for token in row)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    fast = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf", padding_side="left")
+    batch = fast(prompts, return_tensors="pt", padding=True)
+    rows = theirs.generate(
+        **batch, **dict(max_new_tokens=40, do_sample=True, temperature=3.0, top_k=0, seed=2),
+        custom_generate=str(tmp_path / "hf"), trust_remote_code=True,
+    )  # fmt: skip
+    width = batch["input_ids"].shape[1]
+    assert [row[: len(ours)] for row, ours in zip(rows[:, width:].tolist(), tokens, strict=True)] == tokens
+    assert isinstance(rows, torch.Tensor)
+
+
+def test_what_custom_generate_cannot_do_is_refused(exported):
+    import torch
+    import transformers
+
+    from card_megatron.decoding.generate_function import generate as theirs
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    for options in (
+        dict(num_beams=4),
+        dict(return_dict_in_generate=True),
+        dict(generation_config=transformers.GenerationConfig(no_repeat_ngram_size=2)),
+    ):
+        with pytest.raises(ValueError, match="is not supported"):
+            theirs(model, torch.tensor([[5, 6]]), **options)
 
 
 def test_prompts_come_from_files(run, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("one\ntwo\n")
-    (tmp_path / "b.jsonl").write_text('{"text": "three\\nlines"}\n')
+    (tmp_path / "b.jsonl").write_text('{"text": "three\\nlines\u2028and"}\n')
     for name in ("a.txt", "b.jsonl"):
         out = tmp_path / f"{name}.out"
         card_generate(run, "zero", "--prompts-file", tmp_path / name, "--max-new-tokens=2", "--output", out)
     found = [[line["prompt"] for line in lines_of(tmp_path / f"{name}.out")] for name in ("a.txt", "b.jsonl")]
-    assert found == [["zero", "one", "two"], ["zero", "three\nlines"]]
+    assert found == [["zero", "one", "two"], ["zero", "three\nlines\u2028and"]]
 
 
 @pytest.mark.parametrize(
@@ -128,9 +192,12 @@ def test_prompts_come_from_files(run, tmp_path, capsys):
         (["--max-new-tokens=0"], "must be at least 1"),
         (["--tensor=2"], "ranks cannot hold replicas of tensor 2"),
         (["--ema"], "no averaged weights"),
-        (["--tokenizer=nowhere.model"], "nowhere.model.*is not there"),
+        (["--tokenizer=nowhere.model"], r"nowhere\.model: no such file"),
         (["--prompts-file=nowhere.txt"], "nowhere.txt cannot be read"),
         (["more", "--stream"], "one prompt"),
+        (["--stop="], "would end every text at once"),
+        (["--output=/proc/nowhere/out.jsonl"], "cannot be written"),
+        (["--tokenizer=bytes"], "not the tokenizer"),
     ],
 )
 def test_bad_input_is_one_line(run, arguments, fault):
