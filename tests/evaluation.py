@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +53,47 @@ def judge_folder(folder: Path) -> Path:
     )
     GPT2LMHeadModel(config).save_pretrained(folder)
     return folder
+
+
+def write_documents(folder: Path) -> Path:
+    """HellaSwag's layout, with six questions about the corpus's own subject; a folder for eval.tasks_data."""
+    rows = [
+        {
+            "context": f"Return the {name} of",
+            "endings": ["the file.", "a list of values.", "None", f"its {name} or"],
+            "gold": number % 4,
+        }
+        for number, name in enumerate(["name", "type", "length", "value", "path", "index"])
+    ]
+    (folder / "hellaswag").mkdir()
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "hellaswag" / "hellaswag_val.jsonl").write_text(text)
+    return folder
+
+
+def scores_of(checkpoint: Path, documents: Path) -> dict[str, Any]:
+    """What an evaluation of its own says of a checkpoint."""
+    from card_megatron.decoding.model import open_model
+    from card_megatron.evaluation.runner import evaluate_tasks
+
+    with open_model(checkpoint) as model:
+        found = evaluate_tasks(model, ["hellaswag"], data=documents)
+    assert found is not None
+    return found["results"]
+
+
+def records(run_dir: Path, key: str) -> list[dict[str, Any]]:
+    """Records of metrics.jsonl that have a key."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if key in record]
+
+
+def train_with_tasks(corpus: Path, run_dir: Path, overrides: list[str]) -> None:
+    """As one of the ranks that are there; imports nothing of Megatron before it is called."""
+    from card_megatron.evaluation.during import DuringTraining
+    from card_megatron.platform import ranks_from_environment
+    from card_megatron.training.run import train_run
+    from tests.curves import tiny_config
+
+    config = tiny_config(corpus, run_dir, *overrides)
+    train_run(config, ranks_from_environment(), console=False, score_tasks=DuringTraining(config))

@@ -24,6 +24,11 @@ def run(arguments: Sequence[str]) -> None:
     if options.init_from is not None:
         config = replace(config, checkpoint=replace(config.checkpoint, init_from=options.init_from))
     refuse_unwritable(config.run_dir)
+    score_tasks = None
+    if config.eval.tasks:
+        from card_megatron.evaluation.during import DuringTraining
+
+        score_tasks = DuringTraining(config)  # which refuses unknown tasks
     ranks = ranks_from_environment()
     if options.nproc > 1 and ranks.world_size == 1:
         from card_megatron.platform.ranks import Ranks
@@ -33,7 +38,7 @@ def run(arguments: Sequence[str]) -> None:
         start_local_ranks(options.nproc, arguments)
     from card_megatron.training.run import train_run
 
-    train_run(config, ranks)
+    train_run(config, ranks, score_tasks=score_tasks)
 
 
 def refuse_unwritable(run_dir: str) -> None:

@@ -22,6 +22,7 @@ def check(config: RunConfig, *, world_size: int, cuda: bool, transformer_engine:
         *_data(config),
         *_optimizer(config),
         *_reliability(config),
+        *_tasks(config),
     ]
     # the rules below divide by sizes: they are only asked once the sizes make sense
     if not problems:
@@ -141,6 +142,27 @@ def _reliability(config: RunConfig) -> Iterator[str]:
         yield f"ema.decay={config.ema.decay} must lie in [0, 1), e.g. 0.9999; null keeps no average"
     if config.ema.validate and config.ema.decay is None:
         yield "ema.validate=true has no average to validate with; set ema.decay, e.g. 0.9999"
+
+
+def _tasks(config: RunConfig) -> Iterator[str]:
+    given, parallel = config.eval, config.parallel
+    yield from _positive(config, "eval", "tasks_limit")
+    if given.tasks_interval < 0:
+        yield f"eval.tasks_interval={given.tasks_interval} must be 0 (never) or more"
+    if bool(given.tasks) != bool(given.tasks_interval):
+        yield (
+            f"eval.tasks={given.tasks} and eval.tasks_interval={given.tasks_interval} need each other: set both, or "
+            "neither and evaluate beside the run (`card eval watch`)"
+        )
+    if given.tasks and config.data.mock:
+        yield "eval.tasks are texts, and data.mock=true has none; drop eval.tasks"
+    # the model that scores lives in the run's own groups, and must be laid out as they are
+    for name in ("context_parallel_size", "expert_model_parallel_size", "virtual_pipeline_model_parallel_size"):
+        if given.tasks and (getattr(parallel, name) or 1) > 1:
+            yield (
+                f"eval.tasks cannot be evaluated by the ranks of a run with parallel.{name}={getattr(parallel, name)}; "
+                "drop them and evaluate beside the run: `card eval watch RUN_DIR --tasks ...`"
+            )
 
 
 def _objective(config: RunConfig) -> Iterator[str]:

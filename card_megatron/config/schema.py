@@ -236,6 +236,14 @@ class EvalConfig:
     """Also draft this many tokens at each sample's end: logs the accept length of block decoding; 0 does not."""
     draft_samples: int = 64
     """Samples of each set that are drafted on; two forward passes each."""
+    tasks: list[str] = field(default_factory=list)
+    """Tasks of the lm-evaluation-harness, evaluated by the run's own ranks; in a job of its own: `card eval watch`."""
+    tasks_interval: int = 0
+    """Steps between evaluations of `tasks`, each of a checkpoint that is saved for it; 0 never evaluates them."""
+    tasks_data: Optional[str] = None
+    """Folder of the tasks' documents, as for `card eval --data`; none takes them from the hub."""
+    tasks_limit: Optional[int] = None
+    """Documents of each task; none is all of them."""
 
 
 @dataclass

@@ -58,6 +58,12 @@ class Recorder:
         if self.line:
             self.line.validation(record)
 
+    def tasks(self, record: dict[str, Any]) -> None:
+        """Results on tasks."""
+        self._write(record)
+        if self.line:
+            self.line.tasks(record)
+
     def tick(self, step: int, steps: int) -> None:
         """A step went by without a record."""
         if self.line:
@@ -267,6 +273,11 @@ class ProgressLine:
                 f"validation {name} after step {record['step']}: loss {metrics['loss']:.4f}  "
                 f"nll {metrics['nll']:.4f}{clean}"
             )
+
+    def tasks(self, record: dict[str, Any]) -> None:
+        for name, metrics in record["tasks"].items():
+            shown = "  ".join(f"{metric} {_shown(cell['value'], '.4f')}" for metric, cell in metrics.items())
+            self.say(f"task {name} after step {record['step']}: {shown}")
 
     def close(self) -> None:
         if self.live:

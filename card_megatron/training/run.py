@@ -17,18 +17,26 @@ from card_megatron.config.load import dump_yaml
 from card_megatron.config.schema import RunConfig
 from card_megatron.platform import Ranks, capabilities
 from card_megatron.training.preflight import Plan, preflight
+from card_megatron.training.tasks import ScoreTasks
 from card_megatron.training.watchdog import Watchdog
 
 
-def train_run(config: RunConfig, ranks: Ranks, console: bool = True) -> dict[str, Any]:
-    """Train as one of `ranks`; returns the summary. The process group is left again, whatever happens."""
+def train_run(
+    config: RunConfig, ranks: Ranks, console: bool = True, score_tasks: ScoreTasks | None = None
+) -> dict[str, Any]:
+    """Train as one of `ranks`; returns the summary. The process group is left again, whatever happens.
+
+    `score_tasks` evaluates eval.tasks (evaluation.during has one): training itself knows nothing of tasks.
+    """
+    if config.eval.tasks and score_tasks is None:
+        raise ConfigError(f"eval.tasks={config.eval.tasks} needs score_tasks, as `card train` gives it; or drop them")
     plan = preflight(config, ranks)
     from megatron.core import parallel_state
 
     lock = hold(config.run_dir) if ranks.rank == 0 else None
     watchdog = Watchdog(config.run_dir, ranks.rank, ranks.world_size, config.guard.hang_minutes)
     try:
-        return train_in_group(plan, watchdog, console)
+        return train_in_group(plan, watchdog, console, score_tasks)
     finally:
         watchdog.close()
         if lock is not None:
@@ -73,7 +81,9 @@ def hold(run_dir: str) -> IO[str]:
     return file
 
 
-def train_in_group(plan: Plan, watchdog: Watchdog, console: bool = True) -> dict[str, Any]:
+def train_in_group(
+    plan: Plan, watchdog: Watchdog, console: bool = True, score_tasks: ScoreTasks | None = None
+) -> dict[str, Any]:
     """The same in a process group that is there already, or is made here, and stays."""
     from card_megatron.checkpoint.folder import checkpoints_of, remove_leftovers
     from card_megatron.training.events import Events
@@ -94,7 +104,7 @@ def train_in_group(plan: Plan, watchdog: Watchdog, console: bool = True) -> dict
 
     recorder: Recorder | None = None
     events = Events(run_dir, first, say)
-    loop = Loop(state, events, watchdog)
+    loop = Loop(state, events, watchdog, score_tasks)
     say(opening_line(plan))
     for note in plan.notes:
         say(note)
