@@ -178,7 +178,7 @@ class CardLM(TemplateLM):
         self.answered += len(pairs)
         keys = [request_key("score", *pair, str(self.max_length)) for pair in pairs]
         open_pairs = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in (self.store or ())}
-        refuse_different(self.model, open_pairs)
+        refuse_different(open_pairs)
         answers: dict[str, tuple[float, bool]] = {}
 
         def score(part: list[str], progress: Callable[[int, int], None]) -> list[tuple[str, Any]]:
@@ -210,7 +210,7 @@ class CardLM(TemplateLM):
         self.answered += len(jobs)
         keys = [request_key("generate", job.prompt, repr((job, self.continuations))) for job in jobs]
         open_jobs = {key: job for key, job in zip(keys, jobs, strict=True) if key not in (self.store or ())}
-        refuse_different(self.model, open_jobs)
+        refuse_different(open_jobs)
         answers: dict[str, str] = {}
 
         def generate(part: list[str], progress: Callable[[int, int], None]) -> list[tuple[str, Any]]:
@@ -271,7 +271,7 @@ def chunks(sizes: dict[str, int], most: int) -> list[list[str]]:
     return found
 
 
-def refuse_different(model: OpenModel, keys: Iterable[str]) -> None:
+def refuse_different(keys: Iterable[str]) -> None:
     """Ranks that disagree about the work would wait for each other for ever."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return

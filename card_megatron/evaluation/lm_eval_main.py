@@ -36,8 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         from card_megatron.evaluation.tasks import FOLDER
 
-        if not {"ls", "validate"} & {*given[:1]}:
-            given = [*given, "--include_path", str(FOLDER)] if "--include_path" not in given else given
+        if given[:1] not in (["ls"], ["validate"]) and "--include_path" not in {
+            word.partition("=")[0] for word in given
+        }:
+            given += ["--include_path", str(FOLDER)]
         sys.argv = ["lm_eval", *given]  # which is where the harness looks
         cli_evaluate()
     except CardError as error:

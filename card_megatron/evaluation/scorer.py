@@ -29,6 +29,8 @@ CACHED_TOKENS = 4
 """Tokens in the cache, as a multiple of those of a pass: endings are narrow, and stand behind long contexts."""
 LOGITS_OF_A_PASS = 2**27
 """Most logits that a pass may make: 512 MB of them."""
+NARROW, ENOUGH = 0.85, 8
+"""A pass that has 1 / ENOUGH of the tokens that it may have takes in no row of less than NARROW of its width."""
 SLICE = 2**22
 """Logits that are looked at together: what a softmax needs beside them stays small."""
 
@@ -213,8 +215,9 @@ class _Run:
         rows = max(1, min(self.rows, self.batch_tokens // min(width, PASS_WIDTH)))
         count = 0
         for node, _ in nodes[:rows]:
-            # padding is written, too; and a narrow row among wide ones is mostly padding
-            beyond, narrow = node.start + width > self.capacity, 2 * node.width < width and count * width > 1024
+            beyond = node.start + width > self.capacity  # padding is written, too
+            # a narrow row would be computed as a wide one: better in a pass of its own kind, once this one is worth it
+            narrow = node.width < NARROW * width and count * width * ENOUGH >= self.batch_tokens
             if count and (beyond or narrow):
                 break
             count += 1

@@ -92,22 +92,37 @@ def test_results_say_where_they_come_from(models, data, tmp_path, capsys):
     assert found["objective"] == "card" and found["likelihood"] == "exact, one pass"
 
 
-@pytest.mark.parametrize("command", ["lm_eval with a task's file", "card eval lm_eval"])
-def test_the_harness_own_command_knows_card(models, tmp_path, command):
-    tasks = write_tasks(tmp_path)
-    if command == "card eval lm_eval":
-        start, named = [*CARD, "lm_eval"], tasks
-    else:
-        found = shutil.which("lm_eval", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-        assert found is not None
-        start, named = [found], [str(FOLDER / "card_model.yaml"), *tasks]
+def test_the_harness_own_command_knows_card(models, tmp_path):
+    """The unmodified command, which a task's file tells of the model."""
+    command = shutil.which("lm_eval", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert command is not None
+    tasks = ",".join([str(FOLDER / "card_model.yaml"), *write_tasks(tmp_path)])
     ended = subprocess.run(
-        [*start, "--model=card", f"--model_args=checkpoint={models[0]}", f"--tasks={','.join(named)}", "--limit=2"],
+        [
+            *(command, "--model=card", f"--model_args=checkpoint={models[0]}", f"--tasks={tasks}"),
+            *("--limit=2", "--output_path=results", "--log_samples"),
+        ],
         **dict(env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=180),
     )
     assert ended.returncode == 0, ended.stderr
     for name in ("tiny_choice", "tiny_rolling", "tiny_generate", "word_perplexity", "exact_match"):
         assert name in ended.stdout
+    (results,) = tmp_path.glob("results/**/results_*.json")
+    assert json.loads(results.read_text())["config"]["objective"] == "card"
+
+
+def test_our_own_start_of_the_harness_knows_its_models_too(capsys, monkeypatch):
+    from lm_eval.api.registry import get_model
+    from lm_eval.models.huggingface import HFLM
+
+    from card_megatron.evaluation.harness import CardLM
+
+    monkeypatch.setattr(sys, "argv", ["card"])
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", "lm_eval", "run", "--help"])
+    assert not ended.value.code and "--model_args" in capsys.readouterr().out
+    assert sys.argv[-2:] == ["--include_path", str(FOLDER)]
+    assert get_model("card") is CardLM and get_model("hf") is HFLM
 
 
 def test_a_users_error_is_one_message(models, data, corpus, tmp_path):
