@@ -37,6 +37,12 @@ REFUSALS = [
     ("parallel.distributed_timeout_minutes=inf", 1, r"timeout_minutes=inf must be positive and finite"),
     ("model.hidden_dropout=1", 1, r"model\.hidden_dropout=1\.0 must lie in \[0, 1\)"),
     ("data.num_workers=-1", 1, r"data\.num_workers=-1 must be 0 or more"),
+    (
+        "model.rope_scaling=llama3; model.rope_low_freq_factor=4",
+        1,
+        r"model\.rope_low_freq_factor=4\.0 must be less than model\.rope_high_freq_factor=4\.0",
+    ),
+    ("eval.drafts=127", 1, r"eval\.drafts=127 must lie between 0 \(none\) and data\.sequence_length - 2 = 126"),
     ("eval.interval=-1", 1, r"eval\.interval=-1 must be 0 \(at the end only\) or more"),
     ("train.train_tokens=9", 1, r"both of train\.train_iters and train\.train_tokens given; give exactly one"),
     ("train.train_iters=null", 1, r"neither of train\.train_iters and train\.train_tokens given"),
@@ -117,6 +123,15 @@ REFUSALS = [
     ("PP=2; VPP=2; train.global_batch_size=12", 2, r"batch of 12 makes 3 micro-batches; .*=2: try a batch of 8 or 16"),
     ("PP=2; VPP=2; train.rampup_batch_size=[8, 4, 99]", 2, r"batch of 12 makes 3 micro-batches"),
     ("train.train_iters=null; train.train_tokens=9; optimizer.lr_warmup_iters=5", 1, r"warmup_iters=5 is 160 sam"),
+    # tasks during training
+    ("eval.tasks=[x]", 1, r"need each other: set both, or neither and evaluate beside the run \(`card eval watch`"),
+    ("eval.tasks_interval=5", 1, r"eval\.tasks=\[\] and eval\.tasks_interval=5 need each other"),
+    ("eval.tasks_interval=-5", 1, r"eval\.tasks_interval=-5 must be 0 \(never\) or more"),
+    ("eval.tasks_limit=0", 1, r"eval\.tasks_limit=0 must be at least 1"),
+    ("eval.tasks=[x]; eval.tasks_interval=5", 1, r"eval\.tasks are texts, and data\.mock=true has none; drop"),
+    ("eval.tasks=[x]; eval.tasks_interval=5; CP=2", 2, r"context_parallel_size=2; drop .*`card eval watch RUN_DIR"),
+    ("eval.tasks=[x]; eval.tasks_interval=5; PP=2; VPP=2", 2, r"virtual_pipeline_model_parallel_size=2; drop them"),
+    ("eval.tasks=[x]; eval.tasks_interval=5; EP=2; experts=2", 2, r"expert_model_parallel_size=2; drop them"),
     # machine
     ("model.spec=te", 1, r"model\.spec=te needs CUDA, which is not here; use model\.spec=local or auto"),
     ("transformer.fp8=e4m3", 1, r"fp8/fp4 needs CUDA and Transformer Engine.*remove it"),

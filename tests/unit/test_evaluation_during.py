@@ -10,7 +10,6 @@ import pytest
 
 from card_megatron.checkpoint import folder
 from card_megatron.commands import train as train_command
-from card_megatron.config.checks import check
 from card_megatron.config.errors import CheckpointError, ConfigError
 from card_megatron.evaluation.during import DuringTraining
 from card_megatron.evaluation.runs import read_run
@@ -18,7 +17,6 @@ from card_megatron.platform import Ranks
 from card_megatron.training.run import train_run
 from card_megatron.training.tasks import has_record
 from tests.checkpoints import TINY, steps_in, steps_of
-from tests.configs import load
 from tests.curves import tiny_config
 from tests.evaluation import records, scores_of, write_documents
 
@@ -87,28 +85,6 @@ def test_a_failure_of_the_evaluation_is_not_one_of_the_run(corpus, documents, tm
 
 
 # ---------------------------------------------------------------- what is refused
-
-
-@pytest.mark.parametrize(
-    ("text", "ranks", "fault"),
-    [
-        ("eval.tasks=[arc_easy]", 1, r"need each other: set both, or neither .*card eval watch"),
-        ("eval.tasks_interval=5", 1, "need each other"),
-        ("eval.tasks_interval=-5", 1, "must be 0 .never. or more"),
-        ("eval.tasks_limit=0", 1, "eval.tasks_limit=0 must be at least 1"),
-        ("eval.tasks=[arc_easy]; eval.tasks_interval=5", 1, "data.mock=true has none"),
-        (
-            "eval.tasks=[arc_easy]; eval.tasks_interval=5; CP=2",
-            2,
-            r"context_parallel_size=2; .*card eval watch RUN_DIR",
-        ),
-        ("eval.tasks=[arc_easy]; eval.tasks_interval=5; PP=2; VPP=2", 2, "virtual_pipeline_model_parallel_size=2"),
-        ("eval.tasks=[arc_easy]; eval.tasks_interval=5; EP=2; experts=2", 2, "expert_model_parallel_size=2"),
-    ],
-)
-def test_layouts_and_numbers_that_cannot_be(text, ranks, fault):
-    with pytest.raises(ConfigError, match=fault):
-        check(load(text), world_size=ranks, cuda=False)
 
 
 def test_an_unknown_task_is_refused_before_training(corpus, documents, tmp_path):
