@@ -54,6 +54,7 @@ bench: env
 	$(BIN)/python benchmarks/preprocess.py --check
 	$(BIN)/python benchmarks/convert.py --check
 	$(BIN)/python benchmarks/decoding.py --check
+	$(BIN)/python benchmarks/evaluation.py --check
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -47,9 +47,12 @@ SETTINGS = {
     "verify K=2": Generation(strategy="verify", drafts=2, adaptive=False),
     "verify K=4": Generation(strategy="verify", drafts=4, adaptive=False),
     "verify K=8": Generation(strategy="verify", drafts=8, adaptive=False),
+    "confidence K=4 T=2 tau=0.9": Generation(strategy="confidence", block=4, max_passes=2, tau=0.9),
+    "confidence K=4 T=3 tau=0.9": Generation(strategy="confidence", block=4, max_passes=3, tau=0.9),
     "confidence K=4 T=4 tau=0.5": Generation(strategy="confidence", block=4, max_passes=4, tau=0.5),
     "confidence K=8 T=8 tau=0.7": Generation(strategy="confidence", block=8, max_passes=8, tau=0.7),
     "confidence K=8 T=8 tau=0.9": Generation(strategy="confidence", block=8, max_passes=8, tau=0.9),
+    "confidence K=8 T=6 tau=0.5": Generation(strategy="confidence", block=8, max_passes=6, tau=0.5),
     "confidence K=8 T=4 tau=0.9": Generation(strategy="confidence", block=8, max_passes=4, tau=0.9),
     "confidence K=16 T=16 tau=0.9": Generation(strategy="confidence", block=16, max_passes=16, tau=0.9),
     "confidence K=16 T=8 tau=0.9": Generation(strategy="confidence", block=16, max_passes=8, tau=0.9),
@@ -139,6 +142,7 @@ def run_transformers(model: Any, tokenizer: Any, prompts: list[str], setting: Ge
                 **batch,
                 max_new_tokens=setting.max_new_tokens,
                 eos_token_id=None,
+                suppress_tokens=None,  # its filter would cost time that ours does not
                 pad_token_id=0,
                 **(sampled if setting.sampling.temperature else dict(do_sample=False)),
             )

@@ -26,10 +26,11 @@ from card_megatron.data.build import build
 from card_megatron.data.preprocess import write_documents
 from card_megatron.data.shards import ReadOptions
 from card_megatron.data.tokenizer_training import train_sentencepiece
-from card_megatron.data.tokenizers import load_tokenizer
+from card_megatron.data.tokenizers import encode, load_tokenizer
 from card_megatron.platform import Ranks, capabilities, install
 
 PROMPT = "The following example shows how"
+QUESTIONS = 100
 EXAMPLE = Path(__file__).parent.parent / "configs" / "card_tiny.yaml"
 console = Console(highlight=False)
 
@@ -141,9 +142,30 @@ def generate_text(demo: Demo) -> str:
     return f"{stats.tokens_produced} tokens in {stats.passes} passes: {stats.tokens_per_pass:.2f} a pass"
 
 
+def evaluate_model(demo: Demo) -> str:
+    """Score held-out text and a small multiple-choice task, exact in one pass"""
+    from card_megatron.decoding.model import open_model
+    from card_megatron.evaluation.scorer import Scorer
+
+    # which of four words came next? the true one, and three that stood elsewhere
+    lines = (demo.data / "valid.jsonl").read_text(encoding="utf-8").splitlines()
+    words = [word for line in lines for word in json.loads(line)["text"].split()]
+    with open_model(demo.exported) as model:
+        pairs = []
+        for place in range(200, min(len(words) - 1, 200 + 40 * QUESTIONS), 40):
+            context = encode(model.tokenizer, " ".join(words[place - 30 : place]))
+            endings = [words[place], *(words[(place * 7 + 13 * n) % len(words)] for n in (1, 2, 3))]
+            pairs += [(context, encode(model.tokenizer, " " + ending)) for ending in endings]
+        scores = Scorer(model).score(pairs)
+    per_token = [score.logprob / len(ending) for score, (_, ending) in zip(scores, pairs, strict=True)]
+    questions = [per_token[first : first + 4] for first in range(0, len(per_token), 4)]
+    right = sum(max(answers) == answers[0] for answers in questions)
+    return f"{right} of {len(questions)} questions right (chance: {len(questions) / 4:.0f})"
+
+
 STAGES: list[Callable[[Demo], str]] = [
     *(make_corpus, make_tokenizer, make_tokens, train_model),
-    *(export_model, load_in_transformers, generate_text),
+    *(export_model, load_in_transformers, generate_text, evaluate_model),
 ]
 """In order."""
 
