@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -148,17 +149,15 @@ class _Results:
         self.logprobs, self.greedy = table.cpu().numpy()
 
     def scores(self, per_token: bool) -> list[Score]:
-        found = []
-        for first, last in zip(self.edges[:-1], self.edges[1:], strict=True):
-            of_tokens = self.logprobs[first:last]
-            found.append(
-                Score(
-                    float(of_tokens.sum()),
-                    bool(self.greedy[first:last].all()),
-                    tuple(of_tokens.tolist()) if per_token else (),
-                )
-            )
-        return found
+        if len(self.edges) == 1:
+            return []
+        sums = np.add.reduceat(self.logprobs, self.edges[:-1]).tolist()
+        greedy = np.logical_and.reduceat(self.greedy, self.edges[:-1]).tolist()
+        if not per_token:
+            return [Score(*found) for found in zip(sums, greedy, strict=True)]
+        tokens = self.logprobs.tolist()
+        parts = (tuple(tokens[first:last]) for first, last in pairwise(self.edges.tolist()))
+        return [Score(*found) for found in zip(sums, greedy, parts, strict=True)]
 
 
 class _Run:
