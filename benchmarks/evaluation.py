@@ -201,7 +201,7 @@ def random_model(folder: Path) -> Path:
 
 
 def python_data(folder: Path) -> Path:
-    """Documents with the lengths of HellaSwag's and ARC-E's, in words."""
+    """Documents of about the lengths of HellaSwag's and ARC-E's, in tokens: these words are long ones."""
     from card_megatron.data.python_docs import python_documents
 
     rng = random.Random(0)
@@ -212,11 +212,11 @@ def python_data(folder: Path) -> Path:
         return " ".join(words[start : start + rng.randint(shortest, longest)])
 
     swag = [
-        {"context": text(10, 80), "endings": [text(5, 40) for _ in range(4)], "gold": rng.randrange(4)}
+        {"context": text(5, 35), "endings": [text(2, 12) for _ in range(4)], "gold": rng.randrange(4)}
         for _ in range(ITEMS["hellaswag"])
     ]
     easy = [
-        {"question": text(8, 50), "choices": [text(1, 12) for _ in range(4)], "gold": rng.randrange(4)}
+        {"question": text(4, 25), "choices": [text(1, 5) for _ in range(4)], "gold": rng.randrange(4)}
         for _ in range(ITEMS["arc_easy"])
     ]
     for name, rows in (("hellaswag/hellaswag_val.jsonl", swag), ("arc/ARC-Easy-test.jsonl", easy)):
