@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from card_megatron.config.schema import DataConfig, ModelConfig, RunConfig
 from card_megatron.convert.hf_config import to_hf_config
@@ -65,3 +67,7 @@ def transformers_model(model: ModelConfig) -> Any:
     kind = getattr(transformers, config["architectures"][0])
     torch.manual_seed(0)
     return kind(kind.config_class(**config)).eval()
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}

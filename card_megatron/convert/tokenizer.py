@@ -38,11 +38,11 @@ TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 """The class that takes tokenizer.json as it is; Llama's and Qwen's own put their rules in the place of the file's.
 For a config.json of Qwen2, which we never write, transformers 5 takes Qwen2's whatever is said here."""
 ROLES = {
-    "bos_token": ("<s>", "<bos>", "[BOS]", "<|begin_of_text|>"),
     "unk_token": ("<unk>", "[UNK]", "<|unk|>"),
     "pad_token": ("<pad>", "[PAD]", "<|pad|>", "<|padding|>"),
 }
-"""What a special token of a tokenizer.json is for, by its name."""
+"""What a special token of a tokenizer.json is for, by its name. None begins a text: in training texts follow the end of
+another, and a harness would begin them with a token that the model has never seen."""
 CUT = 60
 """Characters of a text, or of its ids, that a difference shows."""
 RESERVED = 100

@@ -22,7 +22,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from card_megatron.config.errors import ConfigError
-from card_megatron.convert.tokenizer import fast_backend, roles
+from card_megatron.convert.tokenizer import fast_backend
 from card_megatron.decoding.model import OpenModel, open_model
 from card_megatron.evaluation.continuations import Continuations
 from card_megatron.evaluation.scorer import Scorer
@@ -91,11 +91,8 @@ class CardLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What an empty context is: as `hf` has it, the exported tokenizer's beginning of text, or else its end."""
-        if self.custom_prefix is not None:
-            return self.custom_prefix
-        begins = roles(self.fast).get("bos_token")
-        return self.ours.eod if begins is None else self.fast.token_to_id(begins)
+        """What an empty context is: the end of a text, as in training, and as `hf` has it on an exported folder."""
+        return self.ours.eod if self.custom_prefix is None else self.custom_prefix
 
     @property
     def max_length(self) -> int:

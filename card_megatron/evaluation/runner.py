@@ -47,7 +47,7 @@ def evaluate_tasks(
 
     from card_megatron.evaluation.harness import CardLM
     from card_megatron.evaluation.store import Store, model_identity
-    from card_megatron.evaluation.tasks import load_tasks
+    from card_megatron.evaluation.tasks import load_tasks, task_manager
 
     began = time.perf_counter()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # what it would say of our own data sets helps nobody
@@ -65,6 +65,7 @@ def evaluate_tasks(
         limit=limit,
         gen_kwargs=gen_kwargs,
         log_samples=False,
+        task_manager=task_manager(()),  # the tasks are loaded already; its own would read all of the harness's
         bootstrap_iters=BOOTSTRAPS if model.speaks else 0,
     )
     shares = gathered({"requests": lm.scorer.scored_here, "tokens": lm.scorer.forwarded})

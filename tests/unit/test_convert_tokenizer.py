@@ -246,12 +246,12 @@ def saved_and_loaded(tokenizer, folder: Path):
     return transformers.AutoTokenizer.from_pretrained(str(folder))
 
 
-def test_beginnings_paddings_and_unknowns_are_named_where_they_exist(folders):
+def test_paddings_and_unknowns_are_named_where_they_exist_and_no_beginning(folders):
     names = {kind: special_tokens(folders[kind]) for kind in ("bpe", "json", "gpt2", "bytes")}
-    assert names["bpe"] == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    assert names["bpe"] == {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     assert names["json"] == {"eos_token": "[SEP]", "unk_token": "[UNK]", "pad_token": "[PAD]"}
     assert names["gpt2"] == {"eos_token": "<|endoftext|>"}
-    assert names["bytes"] == {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    assert names["bytes"] == {"eos_token": "</s>", "pad_token": "<pad>"}
 
 
 def special_tokens(folder: Path) -> dict[str, str]:

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-import lm_eval
+import lm_eval.tasks
 import pytest
 import torch
 from lm_eval.api.instance import Instance
