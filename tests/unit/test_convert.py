@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -399,6 +400,8 @@ def test_megatron_lms_flags(run, corpus, tmp_path):
     arguments += ["--train.global_batch_size=2", "--train.micro_batch_size=2", "--data.num_workers=0"]
     # its tokenizer is the export's tokenizer.json, which encodes as the .model does and is another file
     arguments += [f"--data.tokenizer={corpus}/tokenizer.model", f"--run_dir={tmp_path / 'run'}"]
-    cli.main(["train", "--config", str(back / "run.yaml"), "--init-from", str(back), *arguments])
+    # in a process of its own: the command takes over the signals of its process
+    command = [sys.executable, "-m", "card_megatron", "train", "--config", back / "run.yaml", "--init-from", back]
+    subprocess.run([*map(str, command), *arguments], check=True, timeout=120)
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [event["checkpoint"] for event in events if event["event"] == "initialised"] == [str(back)]
