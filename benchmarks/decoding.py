@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -211,6 +212,22 @@ def lossless(paths: dict[str, Path], prompts: list[str], new_tokens: int) -> dic
     return found
 
 
+def pass_milliseconds(
+    model: OpenModel, widths: tuple[int, ...] = (1, 2, 5, 9, 17), passes: int = 200
+) -> dict[int, float]:
+    """Median time of a pass of one text by the tokens that it forwards: what drafts cost, without what they gain."""
+    model.backend.reserve(1, 256)
+    found = {}
+    for width in widths:
+        tokens, seconds = np.ones((1, width), dtype=np.int64), []
+        for _ in range(passes):
+            started = time.perf_counter()
+            model.backend.forward(tokens, np.array([200]), 0, None)
+            seconds.append(time.perf_counter() - started)
+        found[width] = 1e3 * statistics.median(seconds)
+    return found
+
+
 # ---------------------------------------------------------------- what is said
 
 
@@ -254,9 +271,16 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds (default: 3)")
     parser.add_argument("--proof-prompts", type=int, default=200, help="prompts of the lossless proof (default: 200)")
+    parser.add_argument("--passes-only", action="store_true", help="only time passes by their width")
     options = parser.parse_args()
     machine, console = capabilities(), Console()
     decoder, exported, judge_path = make_models(options.folder, options.corpus, options.held_out)
+    with open_model(exported) as model:
+        times = pass_milliseconds(model)
+    said = ", ".join(f"{width}: {time:.2f} ms ({time / times[1]:.2f} x)" for width, time in times.items())
+    console.print(f"a pass of one text, by the tokens that it forwards: {said}")
+    if options.passes_only:
+        return
     held_out = options.held_out or options.folder / "data" / "valid.jsonl"
     proof = lossless({"Megatron": decoder, "transformers": exported}, read_prompts(held_out, options.proof_prompts), 64)
     everything: dict[int, dict[str, Measured]] = {}

@@ -3,15 +3,13 @@
 The ids are ours for every text, and a text that spells a special token stays text: `split_special_tokens` says so to
 transformers; `tokenizers` alone has no place for it in the file (`backend.encode_special_tokens = True` after loading).
 
-Where SentencePiece and `tokenizers` could differ, and what was measured (strings that differ, of how many):
+Where SentencePiece and `tokenizers` could differ:
 
 - BPE: SentencePiece takes the leftmost of two overlapping ways to one piece, merges have a fixed order. This needs a
-  periodic piece and neighbours that joining from the left does not leave: 0 of 480,000 periodic and random strings of
-  two or three letters, with models trained on such strings; 0 of the lines of whole books.
+  periodic piece and neighbours that joining from the left does not leave; the tests look for it in thousands of strings.
 - Unigram: SentencePiece adds scores in fp32, `tokenizers` in fp64. Where two cuts of a text have the same score ("aaa"
   as "aa a" or "a aa") fp32's rounding decides, otherwise from place to place. `card data tokenizer train` makes scores
-  whose sums are exact: 0 of 94,000. With other models 1 line of 14,000 differs, and 5% of random runs of characters;
-  such a tie is not counted as a difference.
+  whose sums are exact; with other models such a tie is not counted as a difference.
 - A character map (nmt_nfkc and its like): see character_map.py.
 """
 

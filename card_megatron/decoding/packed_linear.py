@@ -1,7 +1,7 @@
 """Linear layers for decoding on a CPU: weights packed once for oneDNN.
 
 torch multiplies fp32 matrices by MKL, which on many CPUs does not use the widest instructions; oneDNN does, and with
-its own layout of the weights it took half the time from a few tokens on. The results differ by rounding alone.
+its own layout of the weights it is faster from a few tokens on. The results differ by rounding alone.
 """
 
 from __future__ import annotations
