@@ -6,7 +6,7 @@ transformers; `tokenizers` alone has no place for it in the file (`backend.encod
 Where SentencePiece and `tokenizers` could differ:
 
 - BPE: SentencePiece takes the leftmost of two overlapping ways to one piece, merges have a fixed order. This needs a
-  periodic piece and neighbours that joining from the left does not leave; the tests look for it in thousands of strings.
+  periodic piece and neighbours that joining from the left does not leave; the tests look for it in thousands of texts.
 - Unigram: SentencePiece adds scores in fp32, `tokenizers` in fp64. Where two cuts of a text have the same score ("aaa"
   as "aa a" or "a aa") fp32's rounding decides, otherwise from place to place. `card data tokenizer train` makes scores
   whose sums are exact; with other models such a tie is not counted as a difference.
