@@ -2,9 +2,9 @@
 
     python benchmarks/decoding.py --corpus train.jsonl --held-out valid.jsonl [--check]
 
-The first run trains two small models (benchmarks/decoding_model.yaml: about half an hour of one core each, resumable):
-a CARD model of bytes, which decodes, and an ARM model of a 1,024-piece BPE, which judges the texts: mean nll per byte
-of a continuation, given its prompt. Without --corpus the documentation that every Python ships is the corpus.
+The first run trains two models (resumable): a CARD model of bytes, which decodes (decoding_model.yaml: about an hour of
+one core), and an ARM model of a 1,024-piece BPE (decoding_judge.yaml: 20 minutes), which judges the texts: mean nll per
+byte of a continuation, given its prompt. Without --corpus the documentation that every Python ships is the corpus.
 
 Strategies take turns in every round on the same prompts; ratios are medians over the rounds. `best` is the fastest
 setting whose texts are at most 5% worse than those of `ar`.
@@ -95,15 +95,15 @@ def make_models(folder: Path, corpus: Path | None, held_out: Path | None) -> tup
     bpe = data / "tokenizer.model"
     if not bpe.is_file():
         card("data", "tokenizer", "train", corpus, "--output", bpe, "--vocab-size", 1024, "--sample-lines", 200_000)
-    runs = {"card_bytes": ("bytes", "_bytes", "card"), "arm": (bpe, "", "arm")}
-    for name, (tokenizer, suffix, objective) in runs.items():
+    runs = {"card_bytes": ("bytes", "_bytes", "decoding_model"), "arm": (bpe, "", "decoding_judge")}
+    for name, (tokenizer, suffix, config) in runs.items():
         for source, split in ((corpus, "train"), (held_out, "valid")):
             if not (data / f"{split}{suffix}.idx").is_file():
                 card("data", "build", source, "--output", data / f"{split}{suffix}", "--tokenizer", tokenizer)
         if not (folder / name / "summary.json").is_file():
             card(
-                *("train", "--config", Path(__file__).parent / "decoding_model.yaml", "--run_dir", folder / name),
-                *("--objective.name", objective, "--objective.t_max", 0.2, "--data.tokenizer", tokenizer),
+                *("train", "--config", Path(__file__).parent / f"{config}.yaml", "--run_dir", folder / name),
+                *("--data.tokenizer", tokenizer),
                 *("--data.train", f"[{data / f'train{suffix}'}]"),
                 *("--data.validation.held_out", f"[{data / f'valid{suffix}'}]"),
             )

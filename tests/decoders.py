@@ -145,7 +145,7 @@ class MarkovBackend:
     def reserve(self, slots: int, capacity: int) -> int:
         return 0
 
-    def forward(self, tokens_BW, starts_B, first_slot, wanted):
+    def forward(self, tokens_BW, starts_B, first_slot, wanted, branches=None):
         self.calls.append(tokens_BW.shape)
         flat = tokens_BW.reshape(-1)
         chosen = flat if wanted is None else flat[wanted]

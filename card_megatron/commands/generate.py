@@ -78,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     )
     strategy.add_argument("--drafts", type=int, default=8, help="verify: most tokens drafted in a pass (K)")
     strategy.add_argument("--fixed-drafts", action="store_true", help="verify: always draft as many")
+    strategy.add_argument("--branches", action="store_true", help="verify, fixed: draft behind every draft too")
     sampling = made.add_argument_group("sampling")
     sampling.add_argument("--temperature", type=float, default=0.0, help="0 takes the best token")
     sampling.add_argument("--top-k", type=int, default=0, help="keep the k best tokens; 0 keeps all")
@@ -112,9 +113,9 @@ def how(options: argparse.Namespace) -> Generation:
         )
     if "" in options.stop:
         raise ConfigError("--stop '' would end every text at once; give a string")
-    same = ("strategy", "block", "tau", "max_passes", "commit", "min_fill", "drafts", "max_new_tokens", "batch_size")
+    same = ("strategy", "block", "tau", "max_passes", "commit", "min_fill", "drafts", "branches")
     generation = Generation(
-        **{name: getattr(options, name) for name in same},
+        **{name: getattr(options, name) for name in (*same, "max_new_tokens", "batch_size")},
         adaptive=not options.fixed_drafts,
         stop=tuple(options.stop),
         sampling=sampling,

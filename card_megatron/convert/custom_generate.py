@@ -9,7 +9,7 @@ from pathlib import Path
 from card_megatron.version import __version__
 
 MODULES = (
-    *("sampling", "draft_length", "cache", "packed_linear", "block", "engine", "hf_backend"),
+    *("sampling", "draft_length", "cache", "packed_linear", "block", "verify", "engine", "hf_backend"),
     "generate_function",
 )
 """Files of card_megatron/decoding in the order in which they need each other."""

@@ -1,4 +1,5 @@
-"""Which tokens a pass feeds, and what becomes of its proposals: the strategies `ar`, `confidence` and `verify`.
+"""Which tokens a pass feeds, and what becomes of its proposals: the strategies `ar` and `confidence`; verify.py has one
+more.
 
 The output at input i predicts position i + 1. So a block of K new tokens is proposed from [last token, MASK x (K-1)]:
 the last decided token's output proposes the first slot, each MASK's the next one.
@@ -19,7 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
-from card_megatron.decoding.draft_length import DraftLength
+from card_megatron.decoding.cache import Branches
 from card_megatron.decoding.sampling import Choices
 
 FAR = np.iinfo(np.int64).max // 2
@@ -74,20 +75,20 @@ class BlockPass:
     """What stands there: [MASK], a decided token, a draft."""
     wanted_BW: np.ndarray
     """Outputs that the strategy looks at; only these become logits."""
+    branches: Branches | None = None
+    """Where the columns stand if they are no chain."""
 
 
 class Strategy(Protocol):
-    """Opens each row's window, says which outputs it wants, and takes their proposals."""
+    """Says what each row feeds and which outputs it wants, and takes their proposals."""
 
     width: int
     """The most tokens that a row forwards in a pass."""
     needs_confidence: bool
 
-    def open(self, rows: Rows, count: int, agree: Callable[[int], int]) -> None:
-        """Set rows.end of the first `count` slots."""
+    def plan(self, rows: Rows, count: int, agree: Callable[[int], int]) -> BlockPass:
+        """The next pass over the first `count` slots."""
         ...
-
-    def wanted(self, fed_BW: np.ndarray, current_BW: np.ndarray, mask_id: int) -> np.ndarray: ...
 
     def take(self, rows: Rows, plan: BlockPass, choices: Choices) -> None:
         """Write the proposals that stand into the rows, and advance them."""
@@ -96,19 +97,6 @@ class Strategy(Protocol):
     def saw_prefill(self, tokens: int, seconds: float) -> None: ...
 
     def saw_pass(self, rows: int, tokens: int, seconds: float) -> None: ...
-
-
-def plan_pass(strategy: Strategy, rows: Rows, count: int, agree: Callable[[int], int]) -> BlockPass:
-    """What the next pass over the first `count` slots feeds and wants."""
-    strategy.open(rows, count, agree)
-    widths_B = rows.end[:count] - 1 - rows.cached[:count]
-    columns = np.arange(int(widths_B.max()))
-    rows_B1 = np.arange(count)[:, None]
-    positions_BW = rows.cached[:count, None] + columns
-    targets_BW = positions_BW + 1
-    current_BW = rows.tokens[rows_B1, targets_BW]
-    wanted = strategy.wanted(columns < widths_B[:, None], current_BW, rows.mask_id)
-    return BlockPass(rows_B1, widths_B, rows.tokens[rows_B1, positions_BW], targets_BW, current_BW, wanted)
 
 
 class Confidence:
@@ -130,7 +118,18 @@ class Confidence:
         self.width = 2 * block - 1  # a whole block may be fed once more behind its last token, beside the next block
         self.needs_confidence = block > 1 or not min_fill
 
-    def open(self, rows: Rows, count: int, agree: Callable[[int], int]) -> None:
+    def plan(self, rows: Rows, count: int, agree: Callable[[int], int]) -> BlockPass:
+        self._open(rows, count)
+        widths_B = rows.end[:count] - 1 - rows.cached[:count]
+        columns = np.arange(int(widths_B.max()))
+        rows_B1 = np.arange(count)[:, None]
+        positions_BW = rows.cached[:count, None] + columns
+        targets_BW = positions_BW + 1
+        current_BW = rows.tokens[rows_B1, targets_BW]
+        wanted_BW = (columns < widths_B[:, None]) & (current_BW == rows.mask_id)
+        return BlockPass(rows_B1, widths_B, rows.tokens[rows_B1, positions_BW], targets_BW, current_BW, wanted_BW)
+
+    def _open(self, rows: Rows, count: int) -> None:
         """The next block once this one is full; with commit=prefix, K open slots at every pass."""
         decided, end = rows.decided[:count], rows.end[:count]
         wider = np.minimum(decided + self.block, rows.limit[:count])
@@ -140,9 +139,6 @@ class Confidence:
             new = slots >= end[:, None]
             rows.entered[rows_B1, slots] = np.where(new, rows.passes[:count, None], rows.entered[rows_B1, slots])
         rows.end[:count] = opened
-
-    def wanted(self, fed_BW: np.ndarray, current_BW: np.ndarray, mask_id: int) -> np.ndarray:
-        return fed_BW & (current_BW == mask_id)
 
     def take(self, rows: Rows, plan: BlockPass, choices: Choices) -> None:
         count, open_BW = len(plan.widths_B), plan.wanted_BW
@@ -161,7 +157,9 @@ class Confidence:
         proposed[open_BW] = choices.tokens
         before = rows.decided[:count].copy()
         rows.tokens[plan.rows_B1, plan.targets_BW] = kept = np.where(filled, proposed, plan.current_BW)
-        note_choices(rows, plan, choices, filled, proposed)
+        near_tie = np.zeros_like(open_BW)
+        near_tie[open_BW] = choices.near_tie
+        note_choices(rows, plan.targets_BW, filled, proposed, near_tie)
         still_open = kept == rows.mask_id
         first_open = plan.targets_BW[:, 0] + np.where(still_open.any(1), still_open.argmax(1), still_open.shape[1])
         rows.decided[:count] = np.minimum(first_open, rows.limit[:count])
@@ -175,76 +173,24 @@ class Confidence:
         pass
 
 
-class Verify:
-    """Lossless: a pass over [c, d_1..d_k, MASK x K] verifies the drafts d and makes the next ones.
-
-    Outputs at c and at accepted drafts are autoregressive conditionals, so greedy text is that of `ar`; sampled text
-    too, because a position's noise is the same in both. New drafts stand only if every d was accepted.
-    """
-
-    needs_confidence = False
-
-    def __init__(self, drafts: int = 8, adaptive: bool = True):
-        if drafts < 0:
-            raise ValueError(f"drafts (K)={drafts} must be at least 0; 0 is plain autoregressive decoding")
-        self.drafts, self.width = drafts, 2 * drafts + 1
-        self.length = DraftLength(drafts) if adaptive else None
-
-    def open(self, rows: Rows, count: int, agree: Callable[[int], int]) -> None:
-        drafts = self.drafts if self.length is None else agree(self.length.choose(count))
-        # the outputs: those of c and of the old drafts, then those of the masks
-        rows.end[:count] = np.minimum(rows.cached[:count] + 2 + rows.drafts[:count] + drafts, rows.limit[:count])
-
-    def wanted(self, fed_BW: np.ndarray, current_BW: np.ndarray, mask_id: int) -> np.ndarray:
-        return fed_BW
-
-    def take(self, rows: Rows, plan: BlockPass, choices: Choices) -> None:
-        count, fed_BW, columns = len(plan.widths_B), plan.wanted_BW, np.arange(plan.wanted_BW.shape[1])
-        rows.passes[:count] += 1
-        proposed = np.full_like(plan.current_BW, rows.mask_id)
-        proposed[fed_BW] = choices.tokens
-        drafts = rows.drafts[:count]
-        wrong = (proposed != plan.current_BW) | (columns >= drafts[:, None])
-        accepted = np.where(wrong.any(axis=1), wrong.argmax(axis=1), wrong.shape[1])
-        if self.length is not None and drafts.any():
-            depths = np.arange(1, self.drafts + 1)[:, None]
-            tried = (drafts >= depths) & (accepted >= depths - 1)
-            self.length.saw_drafts(tried.sum(1).tolist(), (tried & (accepted >= depths)).sum(1).tolist())
-        emitted = np.minimum(accepted + 1, plan.widths_B)
-        final = columns < emitted[:, None]
-        stands = accepted == drafts
-        rows.tokens[plan.rows_B1, plan.targets_BW] = np.where(final | stands[:, None], proposed, rows.mask_id)
-        rows.drafts[:count] = np.where(stands, plan.widths_B - emitted, 0)
-        note_choices(rows, plan, choices, final, proposed)
-        rows.decided[:count] = np.minimum(rows.decided[:count] + emitted, rows.limit[:count])
-        rows.cached[:count] = rows.decided[:count] - 1
-
-    def saw_prefill(self, tokens: int, seconds: float) -> None:
-        if self.length is not None:
-            self.length.saw_prefill(tokens, seconds)
-
-    def saw_pass(self, rows: int, tokens: int, seconds: float) -> None:
-        if self.length is not None:
-            self.length.saw_pass(rows, tokens, seconds)
-
-
 def autoregressive() -> Confidence:
     """One token a pass."""
     return Confidence(block=1)
 
 
-def note_choices(rows: Rows, plan: BlockPass, choices: Choices, final_BW: np.ndarray, proposed: np.ndarray) -> None:
+def note_choices(
+    rows: Rows, targets_BW: np.ndarray, final_BW: np.ndarray, proposed: np.ndarray, near_tie: np.ndarray
+) -> None:
     """Remember when positions were decided, count near ties, and end a row behind its first end of text."""
     count = len(final_BW)
-    filled_in = rows.filled_in[plan.rows_B1, plan.targets_BW]
-    rows.filled_in[plan.rows_B1, plan.targets_BW] = np.where(final_BW, rows.passes[:count, None], filled_in)
-    if choices.near_tie.any():
-        near_tie = np.zeros_like(final_BW)
-        near_tie[plan.wanted_BW] = choices.near_tie
+    rows_B1 = np.arange(count)[:, None]
+    filled_in = rows.filled_in[rows_B1, targets_BW]
+    rows.filled_in[rows_B1, targets_BW] = np.where(final_BW, rows.passes[:count, None], filled_in)
+    if near_tie.any():
         rows.near_ties[:count] += (near_tie & final_BW).sum(axis=1)
     ends = final_BW & (proposed[:, :, None] == rows.eos[:count, None, :]).any(axis=2)
     if ends.any():
-        first_end = np.where(ends, plan.targets_BW, FAR).min(axis=1) + 1
+        first_end = np.where(ends, targets_BW, FAR).min(axis=1) + 1
         rows.met_eos[:count] |= first_end <= rows.limit[:count]
         rows.limit[:count] = np.minimum(rows.limit[:count], first_end)
         rows.end[:count] = np.minimum(rows.end[:count], rows.limit[:count])

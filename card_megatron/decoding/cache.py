@@ -9,6 +9,8 @@ D head width.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -46,24 +48,55 @@ class KVCache:
             store[:, target, :, :length] = store[:, source, :, :length]
 
 
+@dataclass
+class Branches:
+    """New tokens that are no chain: several branches behind one trunk. All numbers count from a row's start.
+
+    Keys and values are written side by side all the same, the trunk's first, so that what it adds to the text stays.
+    """
+
+    positions_BW: np.ndarray
+    """Where in the text a column stands."""
+    trunk_BW: np.ndarray
+    """The last column of the trunk that a column sees; of the trunk's own columns, itself."""
+    branch_BW: np.ndarray
+    """The first column of its branch, which it sees up to itself; of the trunk's own columns, itself."""
+
+
 class CachePass:
     """One pass of W new tokens for each of the rows in slots first .. first + B - 1, from each row's own position on.
 
     What all layers share is made here, once: where keys are written, and which of them a query sees.
     """
 
-    def __init__(self, cache: KVCache, first: int, starts_B: np.ndarray, width: int, groups: int):
+    def __init__(
+        self,
+        cache: KVCache,
+        first: int,
+        starts_B: np.ndarray,
+        width: int,
+        groups: int,
+        branches: Branches | None = None,
+    ):
         rows, self.width = len(starts_B), width
         self.cache, self.slots, self.length = cache, slice(first, first + rows), int(starts_B.max()) + width
         device = cache.keys.device
-        positions_BW = starts_B[:, None] + np.arange(width)
-        self.positions_BW = torch.from_numpy(positions_BW).to(device)
+        columns_BW = starts_B[:, None] + np.arange(width)
+        own_BW = torch.from_numpy(columns_BW).to(device)
+        self.positions_BW = own_BW
         heads = (first + np.arange(rows))[:, None] * cache.kv_heads + np.arange(cache.kv_heads)
-        places_BNW = heads[:, :, None] * cache.capacity + positions_BW[:, None, :]
+        places_BNW = heads[:, :, None] * cache.capacity + columns_BW[:, None, :]
         self.places = torch.from_numpy(places_BNW.reshape(-1)).to(device)
         self.mask = None
         if width > 1 or int(starts_B.min()) + 1 < self.length:
-            sees_BWL = torch.arange(self.length, device=device) <= self.positions_BW[:, :, None]
+            keys = torch.arange(self.length, device=device)
+            sees_BWL = keys <= own_BW[:, :, None]
+            if branches is not None:
+                self.positions_BW, trunk_BW, branch_BW = (
+                    torch.from_numpy(starts_B[:, None] + counted).to(device)
+                    for counted in (branches.positions_BW, branches.trunk_BW, branches.branch_BW)
+                )
+                sees_BWL &= (keys <= trunk_BW[:, :, None]) | (keys >= branch_BW[:, :, None])
             # added to the scores; made a float here, because a bool would be made one by every layer
             mask = torch.zeros(sees_BWL.shape, dtype=cache.keys.dtype, device=device)
             self.mask = mask.masked_fill_(~sees_BWL, float("-inf")).repeat(1, groups, 1)[:, None]

@@ -1,4 +1,4 @@
-"""How many tokens to draft in a pass, so that text comes fastest: from measured acceptance and measured cost.
+"""How many tokens to draft in a pass and in which shape, so that text comes fastest: by measured acceptance and cost.
 
 A draft pays where the accelerator waits for memory (few rows) and costs where it computes (many rows). The choice
 changes the speed alone, never the text.
@@ -7,6 +7,7 @@ changes the speed alone, never the text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 MEMORY = 0.98
 """What a pass leaves of the weight of those before it: about the last 50 count."""
@@ -18,6 +19,19 @@ RETHINK = 8
 """Plain passes between two looks at the numbers: looking is not free at one row of a small model."""
 FEW_ROWS = 4
 """Up to here a wider pass is cheap enough to be tried on hope."""
+MOST_BRANCHED = 4
+"""Deepest branches that are chosen: their tokens grow with the square."""
+
+
+class Shape(NamedTuple):
+    """What a pass drafts: so many tokens behind its last draft, or behind every one (verify.py says more)."""
+
+    drafts: int
+    branches: bool = False
+
+    def tokens(self, drafts: int) -> int:
+        """What a row forwards that verifies `drafts` and makes this shape's."""
+        return drafts + 1 + self.drafts * (drafts + 1 if self.branches else 1)
 
 
 class Cost:
@@ -54,17 +68,22 @@ class Cost:
 
 
 class DraftLength:
-    """Chooses the number of drafts for each pass; learns from every pass and keeps what it learned."""
+    """Chooses the shape of each pass; learns from every pass and keeps what it learned."""
 
     def __init__(self, most: int):
         self.most = most
+        self.shapes = [
+            Shape(0),
+            *(Shape(drafts) for drafts in range(1, most + 1)),
+            *(Shape(drafts, branches=True) for drafts in range(1, min(most, MOST_BRANCHED) + 1)),
+        ]
         self.tried, self.accepted = [0.0] * (most + 1), [0.0] * (most + 1)
         self.costs: dict[int, Cost] = {}
         self.prefill_tokens, self.prefill_slope = 0, 0.0
         self.plain_passes = self.failed_tries = 0
 
     def choose(self, rows: int) -> int:
-        """The number of drafts to make in the next pass of `rows` rows."""
+        """Which of `shapes` the next pass of `rows` rows has."""
         cost = self.costs.get(rows.bit_length())
         if not self.most or cost is None or not cost.weight:
             return 0  # plain passes first: they are what drafting is compared with
@@ -120,20 +139,23 @@ class DraftLength:
             return self.prefill_slope * (0.7 if hopeful else 1.0)
         return cost.seconds / cost.tokens * (0.1 if hopeful and rows <= FEW_ROWS else 0.5)
 
-    @staticmethod
-    def _best(cost: Cost, rows: int, rates: list[float], slope: float) -> tuple[int, float]:
-        """(number of drafts, its tokens per second over those of plain passes)."""
+    def _best(self, cost: Cost, rows: int, rates: list[float], slope: float) -> tuple[int, float]:
+        """(number of the best shape, its tokens per second over those of plain passes)."""
         plain = cost.at(rows, slope=slope)
-        best, gain, survives, accepted = 0, 1.0, 1.0, 0.0
-        for drafts, rate in enumerate(rates, start=1):
-            survives *= rate
-            accepted += survives
-            # A row verifies drafts in this share of its passes: it has none after a rejection.
-            verifies = 1 / (2 - survives)
+        best, gain = 0, 1.0
+        accepted, survives = [0.0], [1.0]
+        for rate in rates:
+            survives.append(survives[-1] * rate)
+            accepted.append(accepted[-1] + survives[-1])
+        for number, shape in enumerate(self.shapes):
+            if not 0 < shape.drafts < len(accepted):
+                continue
+            # A row verifies drafts in this share of its passes: behind a tail it has none after a rejection.
+            verifies = 1.0 if shape.branches else 1 / (2 - survives[shape.drafts])
             alone = (1 - verifies) ** rows  # no row of the batch has drafts, and the pass is narrow
-            narrow = cost.at(rows * (1 + drafts), slope=slope)
-            wide = cost.at(rows * (1 + 2 * drafts), slope=slope)
-            ratio = (1 + verifies * accepted) * plain / (alone * narrow + (1 - alone) * wide)
+            narrow = cost.at(rows * shape.tokens(0), slope=slope)
+            wide = cost.at(rows * shape.tokens(shape.drafts), slope=slope)
+            ratio = (1 + verifies * accepted[shape.drafts]) * plain / (alone * narrow + (1 - alone) * wide)
             if ratio > gain:
-                best, gain = drafts, ratio
+                best, gain = number, ratio
         return best, gain

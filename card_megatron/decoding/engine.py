@@ -17,7 +17,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from card_megatron.decoding.block import Rows, Strategy, plan_pass
+from card_megatron.decoding.block import Rows, Strategy
+from card_megatron.decoding.cache import Branches
 from card_megatron.decoding.sampling import Sampler, SamplingParams
 
 PREFILL_CHUNK = 512
@@ -36,12 +37,17 @@ class Backend(Protocol):
         ...
 
     def forward(
-        self, tokens_BW: np.ndarray, starts_B: np.ndarray, first_slot: int, wanted: np.ndarray | None
+        self,
+        tokens_BW: np.ndarray,
+        starts_B: np.ndarray,
+        first_slot: int,
+        wanted: np.ndarray | None,
+        branches: Branches | None = None,
     ) -> torch.Tensor | None:
         """Feed W tokens to each of B rows from its own position on; they may be overwritten by a later call.
 
-        `wanted` are the outputs that become logits [M, V], as indices into B x W; None is all of them, none of them
-        gives None. The caller may write to the logits.
+        They are a chain, unless `branches` says otherwise. `wanted` are the outputs that become logits [M, V], as
+        indices into B x W; None is all of them, none of them gives None. The caller may write to the logits.
         """
         ...
 
@@ -213,11 +219,11 @@ class _Run:
 
     def _pass(self) -> None:
         began, rows, count = time.perf_counter(), self.rows, len(self.in_slot)
-        plan = plan_pass(self.strategy, rows, count, self.backend.agree)
+        plan = self.strategy.plan(rows, count, self.backend.agree)
         which, columns = plan.wanted_BW.nonzero()
         width = plan.wanted_BW.shape[1]
         wanted = None if len(which) == plan.wanted_BW.size else which * width + columns
-        logits_MV = self.backend.forward(plan.tokens_BW, rows.cached[:count].copy(), 0, wanted)
+        logits_MV = self.backend.forward(plan.tokens_BW, rows.cached[:count].copy(), 0, wanted, plan.branches)
         assert logits_MV is not None
         choices = self.sampler.choose(
             logits_MV,

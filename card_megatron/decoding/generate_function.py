@@ -6,7 +6,7 @@ eos_token_id, pad_token_id) it takes:
 
     strategy     verify (exactly the text of one token a pass), confidence (the paper's), ar (one token a pass)
     block_size, tau, max_passes, commit, min_fill      of confidence
-    drafts, adaptive                                   of verify
+    drafts, adaptive, branches                         of verify
     seed         of the first row; the next row has the next. Sampling is a function of it, not of torch's generator
     batch_size   rows that grow side by side (default: all)
     return_stats also return what it cost
@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
-from card_megatron.decoding.block import Confidence, Strategy, Verify, autoregressive
+from card_megatron.decoding.block import Confidence, Strategy, autoregressive
 from card_megatron.decoding.engine import Request, decode
 from card_megatron.decoding.hf_backend import HFBackend
 from card_megatron.decoding.sampling import SamplingParams
+from card_megatron.decoding.verify import Verify
 
 NO_EFFECT = {"use_cache", "synced_gpus", "trust_remote_code", "custom_generate", "transformers_version", "bos_token_id"}
 """Arguments of transformers that may be given and change nothing here."""
@@ -43,6 +44,7 @@ def generate(
     min_fill: int = 1,
     drafts: int = 8,
     adaptive: bool = True,
+    branches: bool = False,
     seed: int = 0,
     batch_size: int | None = None,
     mask_token_id: int | None = None,
@@ -60,7 +62,7 @@ def generate(
     known: dict[str, Callable[[], Strategy]] = {
         "ar": autoregressive,
         "confidence": lambda: Confidence(block_size, tau, max_passes, commit, min_fill),
-        "verify": lambda: Verify(drafts, adaptive),
+        "verify": lambda: Verify(drafts, adaptive, branches),
     }
     if strategy not in known:
         raise ValueError(f"strategy={strategy!r} must be one of {', '.join(known)}")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from card_megatron.decoding.cache import CachePass, KVCache
+from card_megatron.decoding.cache import Branches, CachePass, KVCache
 from card_megatron.decoding.packed_linear import PackedLinear
 
 CACHED_ATTENTION = "card_cached_attention"
@@ -65,11 +65,16 @@ class HFBackend:
 
     @torch.inference_mode()
     def forward(
-        self, tokens_BW: np.ndarray, starts_B: np.ndarray, first_slot: int, wanted: np.ndarray | None
+        self,
+        tokens_BW: np.ndarray,
+        starts_B: np.ndarray,
+        first_slot: int,
+        wanted: np.ndarray | None,
+        branches: Branches | None = None,
     ) -> torch.Tensor | None:
         assert self.cache is not None, "reserve() comes first"
         body, device = self.model.model, self.cache.keys.device
-        cache_pass = CachePass(self.cache, first_slot, starts_B, tokens_BW.shape[1], self.groups)
+        cache_pass = CachePass(self.cache, first_slot, starts_B, tokens_BW.shape[1], self.groups, branches)
         hidden = body.embed_tokens(torch.from_numpy(np.ascontiguousarray(tokens_BW)).to(device))
         rotary = body.rotary_emb(hidden, cache_pass.positions_BW)
         for layer in body.layers:

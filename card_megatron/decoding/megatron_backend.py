@@ -22,7 +22,7 @@ from megatron.core.models.common.embeddings.rope_utils import _rotate_half
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-from card_megatron.decoding.cache import CachePass, KVCache
+from card_megatron.decoding.cache import Branches, CachePass, KVCache
 from card_megatron.decoding.packed_linear import PackedWeight
 from card_megatron.model.attention import TorchAttention
 
@@ -75,12 +75,17 @@ class MegatronBackend:
 
     @torch.inference_mode()
     def forward(
-        self, tokens_BW: np.ndarray, starts_B: np.ndarray, first_slot: int, wanted: np.ndarray | None
+        self,
+        tokens_BW: np.ndarray,
+        starts_B: np.ndarray,
+        first_slot: int,
+        wanted: np.ndarray | None,
+        branches: Branches | None = None,
     ) -> torch.Tensor | None:
         assert self.cache is not None, "reserve() comes first"
         device, (rows, width) = self.cache.keys.device, tokens_BW.shape
         groups = self.query_heads // self.cache.kv_heads
-        cache_pass = CachePass(self.cache, first_slot, starts_B, width, groups)
+        cache_pass = CachePass(self.cache, first_slot, starts_B, width, groups, branches)
         with self._decoding(cache_pass):
             if self.model.pre_process:
                 tokens = torch.from_numpy(np.ascontiguousarray(tokens_BW)).to(device)

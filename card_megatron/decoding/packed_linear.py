@@ -1,7 +1,8 @@
 """Linear layers for decoding on a CPU: weights packed once for oneDNN.
 
-torch multiplies fp32 matrices by MKL, which on many CPUs does not use the widest instructions; oneDNN does, and with
-its own layout of the weights it is faster from a few tokens on. The results differ by rounding alone.
+torch multiplies fp32 matrices by MKL, which on many CPUs does not use the widest instructions, and multiplies a vector
+on one core; oneDNN with its own layout of the weights does better on all but the smallest products. The results differ
+by rounding alone.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-FEWEST_TOKENS = 4
-"""Below this a product is as fast as the weights can be read, and calling oneDNN costs more than it gains."""
+SMALLEST_PRODUCT = 2**18
+"""Multiplications (tokens x weights) below which calling oneDNN costs more than it gains."""
 
 
 class PackedWeight:
@@ -24,7 +25,7 @@ class PackedWeight:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
 
     def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if self.packed is None or x.numel() < FEWEST_TOKENS * x.shape[-1]:
+        if self.packed is None or x.numel() * self.weight.shape[0] < SMALLEST_PRODUCT:
             return F.linear(x, self.weight, bias)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
 

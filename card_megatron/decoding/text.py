@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from card_megatron.config.errors import ConfigError
 from card_megatron.data.tokenizers import Tokenizer, encode
-from card_megatron.decoding.block import Confidence, Strategy, Verify, autoregressive
+from card_megatron.decoding.block import Confidence, Strategy, autoregressive
 from card_megatron.decoding.engine import Request, Result, Stats, decode
 from card_megatron.decoding.model import OpenModel
 from card_megatron.decoding.sampling import SamplingParams
+from card_megatron.decoding.verify import Verify
 
 STRATEGIES = ("verify", "confidence", "ar")
 
@@ -42,6 +43,7 @@ class Generation:
     min_fill: int = 1
     drafts: int = 8
     adaptive: bool = True
+    branches: bool = False
     max_new_tokens: int = 128
     stop: tuple[str, ...] = ()
     batch_size: int = 32
@@ -51,7 +53,7 @@ class Generation:
         """The strategy, new: one that adapts remembers what it has seen."""
         try:
             if self.strategy == "verify":
-                return Verify(self.drafts, self.adaptive)
+                return Verify(self.drafts, self.adaptive, self.branches)
             if self.strategy == "confidence":
                 return Confidence(self.block, self.tau, self.max_passes, self.commit, self.min_fill)
         except ValueError as error:

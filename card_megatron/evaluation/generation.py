@@ -30,7 +30,11 @@ PARAMETERS: dict[str, dict[str, tuple[str, Callable[[str], Any]]]] = {
         "commit": ("commit", str),
         "min_fill": ("min_fill", int),
     },
-    "verify": {"K": ("drafts", int), "adaptive": ("adaptive", lambda text: bool(int(text)))},
+    "verify": {
+        "K": ("drafts", int),
+        "adaptive": ("adaptive", lambda text: bool(int(text))),
+        "branches": ("branches", lambda text: bool(int(text))),
+    },
 }
 """Strategy -> what may stand behind its colon: the paper's letter -> (field of Generation, its type)."""
 WORDS = ("context", "text", "prompt")

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from card_megatron.decoding.block import Confidence, Verify, autoregressive
+from card_megatron.decoding.block import Confidence, autoregressive
 from card_megatron.decoding.engine import Request, decode
 from card_megatron.decoding.sampling import SamplingParams
+from card_megatron.decoding.verify import Verify
 from card_megatron.platform import Ranks, model_parallel
 from card_megatron.testing import run_distributed
 from card_megatron.training.run import train_run
@@ -88,6 +89,7 @@ def decode_each_way(model) -> dict[str, Any]:
     for name, strategy, sampling in (
         ("ar", autoregressive(), None),
         ("verify", Verify(3, adaptive=False), None),
+        ("branches", Verify(2, adaptive=False, branches=True), None),
         ("adaptive", Verify(4), None),
         ("block", Confidence(5, 0.3, 3), None),
         ("prefix", Confidence(5, 0.3, 3, commit="prefix"), None),

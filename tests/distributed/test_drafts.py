@@ -51,9 +51,9 @@ def test_it_is_what_decoding_accepts(summaries, corpus, tmp_path):
     """The decoder itself: of a request's tokens, those of the second pass are the accepted drafts and one more."""
     from card_megatron.data.datasets import build_clean_datasets
     from card_megatron.data.tokenizers import load_tokenizer
-    from card_megatron.decoding.block import Verify
     from card_megatron.decoding.engine import Request, decode
     from card_megatron.decoding.model import open_model
+    from card_megatron.decoding.verify import Verify
 
     summary = summaries["one process"]
     with open_model(summary["checkpoint"]) as model:

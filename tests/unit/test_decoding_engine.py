@@ -7,10 +7,11 @@ import itertools
 import pytest
 import torch
 
-from card_megatron.decoding.block import Confidence, Verify, autoregressive
+from card_megatron.decoding.block import Confidence, autoregressive
 from card_megatron.decoding.draft_length import DraftLength
 from card_megatron.decoding.engine import Request, decode
 from card_megatron.decoding.sampling import SamplingParams
+from card_megatron.decoding.verify import Verify
 from tests.decoders import MarkovBackend
 
 V, MASK = 6, 5
@@ -42,7 +43,11 @@ def counted(start: int, length: int) -> list[int]:
     return [(start + step) % 5 for step in range(1, length + 1)]
 
 
-@pytest.mark.parametrize("strategy", [autoregressive(), Verify(2, adaptive=False)], ids=["ar", "verify"])
+@pytest.mark.parametrize(
+    "strategy",
+    [autoregressive(), Verify(2, adaptive=False), Verify(2, adaptive=False, branches=True)],
+    ids=["ar", "verify", "branches"],
+)
 def test_sampled_text_follows_the_model(strategy):
     """Chi-square of three-token texts, over 120,000 draws; filters on: the distribution is the filtered one."""
     backend, texts = MarkovBackend(table()), 40_000
@@ -76,6 +81,7 @@ STRATEGIES = {
     "block": lambda: Confidence(4, 0.9, 4),
     "prefix": lambda: Confidence(4, 0.9, 4, commit="prefix"),
     "verify": lambda: Verify(3, adaptive=False),
+    "branches": lambda: Verify(3, adaptive=False, branches=True),
     "adaptive": lambda: Verify(4),
 }
 
@@ -159,6 +165,7 @@ def test_what_cannot_be_decoded_is_refused_before_anything_is(request_, message)
         lambda: Confidence(commit="row"),
         lambda: Confidence(min_fill=2),
         lambda: Verify(-1),
+        lambda: Verify(3, adaptive=True, branches=True),
     ],
 )
 def test_wrong_strategies_are_refused(make):
@@ -173,8 +180,8 @@ def simulate(rate: float, cost, rows: int, tokens: int = 400, prefill: int = 0) 
         length.saw_prefill(prefill, cost(prefill))
     done, drafts, seconds = [0] * rows, [0] * rows, 0.0
     while min(done) < tokens:
-        new = length.choose(rows)
-        width = 1 + max(drafts) + new
+        new = length.shapes[length.choose(rows)]
+        width = new.tokens(max(drafts))
         tried, accepted = [0] * 8, [0] * 8
         for row in range(rows):
             right = [*(torch.rand(drafts[row], generator=generator) < rate).tolist(), False]
@@ -183,7 +190,7 @@ def simulate(rate: float, cost, rows: int, tokens: int = 400, prefill: int = 0) 
                 tried[depth] += 1
                 accepted[depth] += depth < passed
             done[row] += passed + 1
-            drafts[row] = new if passed == drafts[row] else 0
+            drafts[row] = new.drafts if new.branches or passed == drafts[row] else 0
         length.saw_drafts(tried, accepted)
         length.saw_pass(rows, rows * width, cost(rows * width))
         seconds += cost(rows * width)
@@ -194,7 +201,7 @@ def test_drafts_grow_where_they_pay():
     flat = lambda tokens: 1.0 + 0.02 * tokens  # noqa: E731
     assert simulate(0.9, flat, rows=1, prefill=30)[0] > 2.2
     assert simulate(0.9, flat, rows=1)[0] > 2.0  # also where no prompt told the cost
-    assert simulate(0.6, flat, rows=1, prefill=30)[0] > 1.2
+    assert simulate(0.6, flat, rows=1, prefill=30)[0] > 1.4
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32, 128])

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from card_megatron.decoding.block import Confidence, Verify, autoregressive
+from card_megatron.decoding.block import Confidence, autoregressive
 from card_megatron.decoding.engine import Request, decode
 from card_megatron.decoding.hf_backend import HFBackend
 from card_megatron.decoding.sampling import SamplingParams
+from card_megatron.decoding.verify import Verify
 from tests.decoders import (
     EOS,
     MASK,
@@ -126,11 +127,18 @@ def test_a_tau_that_nothing_exceeds_fills_from_the_left(backend, commit):
     assert texts(run(backend, prompts, strategy)[0]) == texts(run(backend, prompts, autoregressive())[0])
 
 
+def verify(drafts: int | str) -> Verify:
+    """A number of drafts, 'branches N', or 'adaptive'."""
+    if isinstance(drafts, int):
+        return Verify(drafts, adaptive=False)
+    return Verify(8) if drafts == "adaptive" else Verify(int(drafts.split()[1]), adaptive=False, branches=True)
+
+
 @pytest.mark.parametrize("batch_size", [1, 32])
-@pytest.mark.parametrize("drafts", [0, 1, 2, 3, 5, 8, "adaptive"])
+@pytest.mark.parametrize("drafts", [0, 1, 2, 3, 5, 8, "branches 1", "branches 2", "branches 4", "adaptive"])
 def test_greedy_verify_is_greedy_ar(backend, drafts, batch_size):
     prompts = some_prompts(32 if batch_size > 1 else 8)
-    strategy = Verify(8) if drafts == "adaptive" else Verify(drafts, adaptive=False)
+    strategy = verify(drafts)
     verified, stats = run(backend, prompts, strategy, batch_size=batch_size)
     plain, _ = run(backend, prompts, autoregressive(), batch_size=batch_size)
     assert texts(verified) == texts(plain)
@@ -150,10 +158,10 @@ def sampled(index: int) -> SamplingParams:
     return choices[index % len(choices)]
 
 
-@pytest.mark.parametrize("drafts", [1, 3, 8, "adaptive"])
+@pytest.mark.parametrize("drafts", [1, 3, 8, "branches 3", "adaptive"])
 def test_sampled_verify_is_sampled_ar_with_the_same_seeds(backend, drafts):
     prompts = some_prompts(30, longest=40)
-    strategy = Verify(8) if drafts == "adaptive" else Verify(drafts, adaptive=False)
+    strategy = verify(drafts)
     verified, _ = run(backend, prompts, strategy, sampling=sampled, eos_ids=(EOS, 7))
     plain, _ = run(backend, prompts, autoregressive(), sampling=sampled, eos_ids=(EOS, 7), batch_size=3)
     assert texts(verified) == texts(plain)
@@ -164,8 +172,14 @@ def test_sampled_verify_is_sampled_ar_with_the_same_seeds(backend, drafts):
 
 @pytest.mark.parametrize(
     "strategy",
-    [autoregressive(), Confidence(6, 0.7, 4), Confidence(6, 0.7, 4, commit="prefix"), Verify(4, adaptive=False)],
-    ids=["ar", "block", "prefix", "verify"],
+    [
+        autoregressive(),
+        Confidence(6, 0.7, 4),
+        Confidence(6, 0.7, 4, commit="prefix"),
+        Verify(4, adaptive=False),
+        Verify(2, adaptive=False, branches=True),
+    ],
+    ids=["ar", "block", "prefix", "verify", "branches"],
 )
 @pytest.mark.parametrize("sampling", [None, sampled], ids=["greedy", "sampled"])
 def test_a_row_alone_is_the_row_in_a_batch_of_128(backend, strategy, sampling):
@@ -187,6 +201,35 @@ def test_mask_and_padding_never_come_out():
         said = {token for result in results for token in result.tokens}
         assert len(said) > 20
         assert not said & {MASK, PAD}
+
+
+def slow_branches(logits, prompt: list[int], new: int, k: int) -> list[int]:
+    """The passes' advances by definition: every pass has k drafts, each branch's from a forward pass of its own."""
+    text, drafts, advances, limit = list(prompt), [], [], len(prompt) + new
+    while len(text) < limit and (not advances or text[-1] != EOS):
+        before, branch_drafts = len(text), []
+        for trunk in range(len(drafts) + 1):  # [c, d_1..d_trunk, MASK x k]
+            outputs = logits(text + drafts[:trunk] + [MASK] * k)
+            branch_drafts.append(outputs[-k:].argmax(dim=1).tolist())
+        exact = logits(text + drafts).argmax(dim=1).tolist()[len(text) - 1 :]
+        accepted = next((i for i, d in enumerate(drafts) if d != exact[i]), len(drafts))
+        emitted = exact[: accepted + 1]
+        if EOS in emitted:
+            emitted = emitted[: emitted.index(EOS) + 1]
+        text = (text + emitted)[:limit]
+        drafts = branch_drafts[accepted][: limit - len(text)]
+        advances.append(len(text) - before)
+    return advances
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_branches_draft_behind_whatever_was_accepted(model, backend, drafts):
+    """Pass by pass what slow forwards of every branch alone say: no branch sees another, or stands elsewhere."""
+    slow = whole_forward(model)
+    for prompt in some_prompts(8, longest=40):
+        (result,), _ = run(backend, [prompt], Verify(drafts, adaptive=False, branches=True))
+        passes = np.bincount(result.filled_in)[1:]
+        assert [count for count in passes.tolist() if count] == slow_branches(slow, prompt, NEW, drafts)
 
 
 def test_positions_beyond_the_model_are_refused_before_decoding(backend):
