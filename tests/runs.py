@@ -10,7 +10,7 @@ from typing import Any
 
 from card_megatron.config import RunConfig
 
-TIMINGS = ("step_seconds", "tokens_per_second", "tokens_per_second_per_rank", "eta_seconds")
+TIMINGS = ("step_seconds", "tokens_per_second", "tokens_per_second_per_rank", "eta_seconds", "slowest", "seconds")
 
 
 def train(config: RunConfig, *, stop_at: int | None = None, stop_rank: int = 0, number: int = signal.SIGTERM) -> dict:

@@ -23,6 +23,7 @@ def check(config: RunConfig, *, world_size: int, cuda: bool, transformer_engine:
         *_optimizer(config),
         *_reliability(config),
         *_tasks(config),
+        *_measuring(config),
     ]
     # the rules below divide by sizes: they are only asked once the sizes make sense
     if not problems:
@@ -142,6 +143,25 @@ def _reliability(config: RunConfig) -> Iterator[str]:
         yield f"ema.decay={config.ema.decay} must lie in [0, 1), e.g. 0.9999; null keeps no average"
     if config.ema.validate and config.ema.decay is None:
         yield "ema.validate=true has no average to validate with; set ema.decay, e.g. 0.9999"
+
+
+def _measuring(config: RunConfig) -> Iterator[str]:
+    profile, factor = config.profile, config.logging.straggler_factor
+    yield from _positive(config, "train", "manual_gc_interval")
+    yield from _positive(config, "profile", "step_start")
+    if config.guard.flight_recorder < 0:
+        yield f"guard.flight_recorder={config.guard.flight_recorder} must be 0 (remember nothing) or more"
+    if factor and not 1 < factor < math.inf:
+        yield f"logging.straggler_factor={factor} must be more than 1, e.g. 1.25, or 0 (look for none)"
+    if profile.step_end < profile.step_start:
+        yield f"profile.step_end={profile.step_end} must not be less than profile.step_start={profile.step_start}"
+    if profile.tool and (not profile.ranks or min(profile.ranks) < 0):
+        yield f"profile.ranks={profile.ranks} must name at least one rank, from 0 on"
+    if config.train.deterministic and config.model.transformer.get("cross_entropy_loss_fusion"):
+        yield (
+            "train.deterministic=true does not go with model.transformer.cross_entropy_loss_fusion=true, whose sums have "
+            "no fixed order; drop one of them"
+        )
 
 
 def _tasks(config: RunConfig) -> Iterator[str]:

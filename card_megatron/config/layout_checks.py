@@ -260,6 +260,8 @@ def machine_problems(config: RunConfig, *, cuda: bool, transformer_engine: bool)
         )
     if config.logging.wandb_project is not None and importlib.util.find_spec("wandb") is None:
         yield f"logging.wandb_project={config.logging.wandb_project} needs wandb: pip install wandb, or leave it out"
+    if config.profile.tool == "nsys" and not cuda:
+        yield "profile.tool=nsys marks steps for NVIDIA's profiler and needs CUDA; use profile.tool=torch here"
     if not cuda:
         if fields.get("deallocate_pipeline_outputs") and config.parallel.pipeline_model_parallel_size > 1:
             yield (

@@ -184,6 +184,10 @@ class TrainConfig:
     """Samples per forward pass of one data-parallel rank."""
     rampup_batch_size: Optional[list[int]] = None
     """Batch-size ramp as Megatron's [start, increment, samples]; none starts at global_batch_size."""
+    manual_gc_interval: Optional[int] = None
+    """Steps between garbage collections, made by all ranks together; none: by Python, on each rank at another moment."""
+    deterministic: bool = False
+    """Only algorithms that give the same bits in every run of a layout on one kind of machine; slower on a GPU."""
 
 
 @dataclass
@@ -294,6 +298,8 @@ class GuardConfig:
     """A spike is only logged, with its samples, or also stops the run."""
     hang_minutes: float = 30.0
     """A rank that makes no progress for this long writes all its stacks and ends the run; 0 waits for ever."""
+    flight_recorder: int = 2000
+    """Collectives that each rank remembers; a hang leaves them in RUN_DIR/flight_recorder. 0 remembers none."""
 
 
 @dataclass
@@ -308,6 +314,24 @@ class LoggingConfig:
     """Weights & Biases project; needs the wandb package."""
     wandb_entity: Optional[str] = None
     """Weights & Biases team or user."""
+    straggler_factor: float = 1.25
+    """A rank whose own work takes this many times its peers' median is named, with its host; 0 looks for none."""
+
+
+@dataclass
+class ProfileConfig:
+    """Where time goes. docs/troubleshooting.md shows how to read what comes out."""
+
+    tool: Optional[Literal["torch", "nsys"]] = None
+    """torch writes traces to RUN_DIR/profile; nsys marks the steps for `nsys profile --capture-range=cudaProfilerApi`."""
+    step_start: int = 10
+    """First step that is profiled."""
+    step_end: int = 12
+    """Last step that is profiled."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks that are profiled."""
+    timers: bool = False
+    """Log the seconds of each section of a step: data, forward, backward, pipeline, gradients, optimizer, save ..."""
 
 
 @dataclass
@@ -344,3 +368,5 @@ class RunConfig:
     """What ends or marks a run that goes wrong."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """Where metrics go."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Where time goes."""

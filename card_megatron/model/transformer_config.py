@@ -82,6 +82,7 @@ def _from_run(config: RunConfig) -> dict[str, Any]:
         # Megatron fuses gated activations, and gelu where it has a bias to fuse
         bias_activation_fusion=cuda and (model.activation in GATED_ACTIVATIONS or _fusable_gelu(model)),
         persist_layer_norm=False,
+        deterministic_mode=config.train.deterministic,
     )
 
 

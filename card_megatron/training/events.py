@@ -35,6 +35,9 @@ SHOWN = {
     "save_failed": "SAVE FAILED at step {step}: {problems}; newest checkpoint: {newest}",
     "bad_step": "step {step} skipped: loss {loss}, gradient norm {grad_norm}; samples {first}..{last}, worst {worst}",
     "spike": "loss spike at step {step}: {loss:.4f}, mean {mean:.4f}; samples {first}..{last}, worst {worst}",
+    "straggler": "slow at step {step}: {text}",
+    "straggler_over": "no longer slow at step {step}: ranks {ranks}",
+    "profiled": "profiled steps {first}..{step}: {folder}",
     "stopped": "stopped at step {step}: {reason}",
 }
 """The line that a terminal or a log gets of an event; others only go to the file."""

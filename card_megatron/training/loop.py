@@ -30,6 +30,7 @@ from card_megatron.data.tokenizers import refuse_other_ids
 from card_megatron.training.control import Control, Verdict
 from card_megatron.training.evaluate import evaluate
 from card_megatron.training.guard import Guard
+from card_megatron.training.instruments import Instruments
 from card_megatron.training.records import Recorder
 from card_megatron.training.state import TrainState
 from card_megatron.training.step import StepResult, train_step
@@ -54,6 +55,7 @@ class Loop:
         self.saver = Saver(self.run_dir, self.config.checkpoint, state.optimizer, events)
         self.control = Control(self.run_dir, self.config.checkpoint)
         self.guard = Guard(self.config.guard)
+        self.instruments = Instruments(self.config, state.sections, events)
         self.window = Window(state.consumed_samples)
         self.validations: dict[str, Any] = {"before": None, "after": None}
         self.record: dict[str, Any] = {}
@@ -125,10 +127,13 @@ class Loop:
             self.tasks.catch_up(state.step, recorder)
         while state.consumed_samples < state.total_samples:
             self.watchdog.beat(state.step, "training")
+            self.instruments.before_step(state.step + 1)
             started, first_sample = time.perf_counter(), state.consumed_samples
             result = train_step(state)
             self.watchdog.beat(state.step, "asking all ranks")
-            verdict = self.control.ask(result.report, self.config.objective.normalize)
+            with state.sections("agree"):
+                verdict = self.control.ask(result.report, self.config.objective.normalize)
+            self.instruments.after_step(state.step)
             self.judge(result, verdict, first_sample)
             self.window.add(verdict.report, result, time.perf_counter() - started)
             last = state.consumed_samples >= state.total_samples
@@ -180,6 +185,7 @@ class Loop:
         state = self.state
         if state.step % self.config.logging.interval == 0 or last:
             self.record = make_record(state, self.window, result.learning_rate, self.steps)
+            self.record |= self.instruments.of_window(state.step)
             recorder.training(self.record)
             self.window = Window(state.consumed_samples)
         else:
@@ -191,7 +197,8 @@ class Loop:
         if not datasets:
             return None
         recorder.activity("validating")
-        results = self.evaluate(datasets, "validation")
+        with self.instruments.outside("validate"):
+            results = self.evaluate(datasets, "validation")
         recorder.validation({"step": self.state.step, "validation": results})
         return results
 
@@ -220,7 +227,8 @@ class Loop:
         self.watchdog.beat(self.state.step, "saving")
         if self.saver.last_saved != self.state.step:
             recorder.sync()  # the records up to here outlive a crash of the machine, as the checkpoint does
-            self.saver.save(self.contents(), self.manifest(), wait=wait)
+            with self.instruments.outside("save"):
+                self.saver.save(self.contents(), self.manifest(), wait=wait)
         elif wait:
             self.saver.finish_all()
         self.control.saved()

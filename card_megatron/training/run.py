@@ -17,6 +17,7 @@ from card_megatron.config.load import dump_yaml
 from card_megatron.config.schema import RunConfig
 from card_megatron.platform import Ranks, capabilities
 from card_megatron.training.preflight import Plan, preflight
+from card_megatron.training.process import process_settings
 from card_megatron.training.tasks import ScoreTasks
 from card_megatron.training.watchdog import Watchdog
 
@@ -85,6 +86,14 @@ def train_in_group(
     plan: Plan, watchdog: Watchdog, console: bool = True, score_tasks: ScoreTasks | None = None
 ) -> dict[str, Any]:
     """The same in a process group that is there already, or is made here, and stays."""
+    with process_settings(plan.config):
+        return build_and_train(plan, watchdog, console, score_tasks)
+
+
+def build_and_train(
+    plan: Plan, watchdog: Watchdog, console: bool, score_tasks: ScoreTasks | None
+) -> dict[str, Any]:
+    """Everything that a step needs, then the loop."""
     from card_megatron.checkpoint.folder import checkpoints_of, remove_leftovers
     from card_megatron.training.events import Events
     from card_megatron.training.loop import STOPPED, Loop
@@ -108,7 +117,7 @@ def train_in_group(
     say(opening_line(plan))
     for note in plan.notes:
         say(note)
-    events("started", ranks=plan.ranks.world_size)
+    events("started", ranks=plan.ranks.world_size, job=os.environ.get("SLURM_JOB_ID"))
     resumed_at = loop.resume(say)
     if first:
         (run_dir / "config.yaml").write_text(dump_yaml(plan.config))
@@ -116,6 +125,7 @@ def train_in_group(
     try:
         return loop.run(recorder, resumed=resumed_at is not None)
     finally:
+        loop.instruments.close(state.step)
         recorder.close()
         state.data = []  # ends the data workers
         gc.unfreeze()  # what Saver froze for the time of the run

@@ -28,6 +28,7 @@ from card_megatron.platform import join_model_parallel
 from card_megatron.training.ema import Ema
 from card_megatron.training.guard import Samples
 from card_megatron.training.preflight import Plan
+from card_megatron.training.sections import Sections
 
 
 @dataclass
@@ -55,6 +56,8 @@ class TrainState:
     """What the current step has scored so far."""
     weight_sum: torch.Tensor | None = None
     """Sum of this step's weights, with objective.normalize=weights: what the gradients are divided by."""
+    sections: Sections = field(default_factory=Sections)
+    """Where the time of the current step goes."""
 
     @property
     def global_batch_size(self) -> int:
@@ -164,6 +167,7 @@ def connect(state: TrainState) -> None:
     """Tell Megatron's schedules about the optimizer and the wrappers, through the fields that it has for that."""
     transformer_config, model, parallel = state.transformer_config, state.model, state.config.parallel
     transformer_config.grad_scale_func = state.optimizer.scale_loss
+    transformer_config.timers = state.sections
     transformer_config.finalize_model_grads_func = lambda *args, **kwargs: _finalize(state, *args, **kwargs)
 
     def per_chunk(functions: list[Callable]) -> Any:
@@ -191,7 +195,7 @@ def training_data(state: TrainState) -> list[Any]:
         return [None] * len(state.model)
     config = state.config
     dataset = ObjectiveDataset(state.datasets.train, state.objective, config.seed, "train")
-    return [
+    batches = [
         micro_batches(
             dataset,
             MicroBatchSampler(
@@ -205,3 +209,4 @@ def training_data(state: TrainState) -> list[Any]:
         )
         for _ in state.model
     ]
+    return [state.sections.reading(chunk) for chunk in batches]

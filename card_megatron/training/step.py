@@ -32,6 +32,7 @@ class StepResult:
 
 def train_step(state: TrainState) -> StepResult:
     """Forward, backward, update; a non-finite gradient skips the update on every rank alike."""
+    state.sections.reset()
     for chunk in state.model:
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
@@ -43,11 +44,12 @@ def train_step(state: TrainState) -> StepResult:
     batch_size = state.global_batch_size
     reports = run_schedule(state, state.data, forward_only=False, **state.shape)
     learning_rate = current_learning_rate(state.optimizer)
-    updated, grad_norm = guarded_update(state.optimizer)
-    if updated:
-        state.scheduler.step(increment=batch_size)
-        if state.ema is not None:
-            state.ema.update()
+    with state.sections("optimizer"):
+        updated, grad_norm = guarded_update(state.optimizer)
+        if updated:
+            state.scheduler.step(increment=batch_size)
+            if state.ema is not None:
+                state.ema.update()
     state.step += 1
     state.consumed_samples += batch_size
     state.skipped_steps += not updated

@@ -88,9 +88,20 @@ class Watchdog:
                 file.write(text)
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
+        self._dump_collectives()
         if not waits:  # the others wait for this one: its end would break their connections before they have spoken
             time.sleep(min(10.0, 2 * self.seconds))
         os._exit(EXIT_CODE)
+
+    def _dump_collectives(self) -> None:
+        """What this rank asked of the others last, where the flight recorder is on (guard.flight_recorder)."""
+        from card_megatron.training.process import dump_collectives
+
+        with contextlib.suppress(Exception):  # whatever it is, the rank has to end now
+            path = dump_collectives(self.folder.parent, self.rank)
+            if path is not None and sys.__stderr__ is not None:
+                sys.__stderr__.write(f"rank {self.rank}: its last collectives are in {path}\n")
+                sys.__stderr__.flush()
 
     def _who_is_behind(self) -> str:
         beats: dict[int, dict[str, Any]] = {}
