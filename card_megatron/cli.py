@@ -13,6 +13,8 @@ from card_megatron.version import __version__
 COMMANDS = {
     "train": ("card_megatron.commands.train", "train a model"),
     "config": ("card_megatron.commands.config", "print a run's resolved configuration, its size and its steps"),
+    "status": ("card_megatron.commands.status", "how a run stands: step, loss, time left, restarts, slow ranks"),
+    "doctor": ("card_megatron.commands.doctor", "is this machine, or this cluster, fit for a run?"),
     "checkpoint": ("card_megatron.commands.checkpoint", "list, inspect or verify what a run has saved"),
     "convert": ("card_megatron.commands.convert", "to and from the inference format, a Hugging Face folder"),
     "generate": ("card_megatron.commands.generate", "continue prompts, several tokens a pass"),

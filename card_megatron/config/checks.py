@@ -159,8 +159,8 @@ def _measuring(config: RunConfig) -> Iterator[str]:
         yield f"profile.ranks={profile.ranks} must name at least one rank, from 0 on"
     if config.train.deterministic and config.model.transformer.get("cross_entropy_loss_fusion"):
         yield (
-            "train.deterministic=true does not go with model.transformer.cross_entropy_loss_fusion=true, whose sums have "
-            "no fixed order; drop one of them"
+            "train.deterministic=true does not go with model.transformer.cross_entropy_loss_fusion=true, whose sums "
+            "have no fixed order; drop one of them"
         )
 
 

@@ -185,7 +185,7 @@ class TrainConfig:
     rampup_batch_size: Optional[list[int]] = None
     """Batch-size ramp as Megatron's [start, increment, samples]; none starts at global_batch_size."""
     manual_gc_interval: Optional[int] = None
-    """Steps between garbage collections, made by all ranks together; none: by Python, on each rank at another moment."""
+    """Steps between garbage collections, made by all ranks together; none: by Python, on each at another moment."""
     deterministic: bool = False
     """Only algorithms that give the same bits in every run of a layout on one kind of machine; slower on a GPU."""
 
@@ -323,7 +323,7 @@ class ProfileConfig:
     """Where time goes. docs/troubleshooting.md shows how to read what comes out."""
 
     tool: Optional[Literal["torch", "nsys"]] = None
-    """torch writes traces to RUN_DIR/profile; nsys marks the steps for `nsys profile --capture-range=cudaProfilerApi`."""
+    """torch writes traces to RUN_DIR/profile; nsys marks steps for `nsys profile --capture-range=cudaProfilerApi`."""
     step_start: int = 10
     """First step that is profiled."""
     step_end: int = 12

@@ -62,22 +62,20 @@ def flight_recorder_folder(run_dir: str | Path) -> Path:
 
 
 def record_collectives(run_dir: str | Path, count: int) -> None:
-    """Let torch remember each rank's last collectives, and write them when a collective times out.
-
-    Older versions of torch know the first name of each pair, newer ones prefer the second.
-    """
+    """Let torch remember each rank's last collectives, and write them when a collective times out."""
     folder = flight_recorder_folder(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     prefix = str((folder / "rank_").absolute())  # torch adds the rank
-    for name in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"):
-        os.environ.setdefault(name, str(count))
-    for name in ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"):
+    # torch 2.8 renamed it, and warns of the old name
+    new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE" if new else "TORCH_NCCL_TRACE_BUFFER_SIZE", str(count))
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
         os.environ.setdefault(name, prefix)
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 def dump_collectives(run_dir: str | Path, rank: int) -> Path | None:
-    """Write what this rank's recorder holds, in the format that torch's `torchfrtrace` reads; None if it holds nothing.
+    """Write what this rank's recorder holds, as torch itself would, for its `torchfrtrace`; None if there is none.
 
     Called from the watchdog's thread while the main thread hangs in a collective.
     """

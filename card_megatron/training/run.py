@@ -90,9 +90,7 @@ def train_in_group(
         return build_and_train(plan, watchdog, console, score_tasks)
 
 
-def build_and_train(
-    plan: Plan, watchdog: Watchdog, console: bool, score_tasks: ScoreTasks | None
-) -> dict[str, Any]:
+def build_and_train(plan: Plan, watchdog: Watchdog, console: bool, score_tasks: ScoreTasks | None) -> dict[str, Any]:
     """Everything that a step needs, then the loop."""
     from card_megatron.checkpoint.folder import checkpoints_of, remove_leftovers
     from card_megatron.training.events import Events

@@ -1,16 +1,16 @@
 """Ranks that hold up the others, named with their hosts.
 
-In a synchronous step all ranks take equally long: the slow one works, the others wait for it. So step times say nothing;
-what is compared is each rank's own work: its forward and backward passes, the wait for its data included, without
-pipeline transfers and gradient reductions, in which a rank waits for others (training/sections.py). Stages of a pipeline
-have different work, so a rank is compared with the ranks of its own stage in the other replicas.
+In a synchronous step all ranks take equally long: the slow one works, the others wait for it. So step times say
+nothing; what is compared is each rank's own work: its forward and backward passes, the wait for its data included,
+without pipeline transfers and gradient reductions, in which a rank waits for others (training/sections.py). Stages of a
+pipeline have different work, so a rank is compared with the ranks of its own stage in the other replicas.
 
 Ranks of one tensor- or context-parallel group wait for each other inside every layer: a slow one slows down all of them
 alike, and they are named together. `card doctor --distributed` on their host then tells them apart. Where there is one
 replica only, nothing can be compared, and nobody is named.
 
-It costs one gather of a few numbers a record (logging.interval). The median over the steps of a record forgives a single
-hiccup, and a rank is named when it was slow in two records running.
+It costs one gather of a few numbers a record (logging.interval). The median over the steps of a record forgives a
+single hiccup, and a rank is named when it was slow in two records running.
 """
 
 from __future__ import annotations

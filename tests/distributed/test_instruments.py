@@ -1,4 +1,4 @@
-"""Instruments of real runs: who is slow is named, nobody else is; traces, timers, garbage and determinism; same losses."""
+"""Instruments of real runs: who is slow is named, nobody else is; traces, timers, garbage; and the same losses."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.runs import events, records, train
 pytestmark = pytest.mark.timeout(300)
 
 SHORT = [ONE_ROW, "--train.train_iters=12", "--logging.interval=3"]
-SIX = [*SHORT, "--train.train_iters=6"]
-# far above what the shared cores of a test machine do to a healthy rank, far below what is planted
+SIX = [*SHORT, "--train.train_iters=6", "--train.micro_batch_size=4"]
+# far above what the busy, shared cores of a test machine do to a healthy rank, far below what is planted
 FACTOR = 4.0
-SLEEP = 0.1
+SLEEP = 0.4
 
 
 def train_slowed(config: RunConfig, slow: int | None, where: str) -> list[dict[str, Any]]:
@@ -105,7 +105,10 @@ def test_a_slow_rank_is_compared_with_its_own_stage_and_named_with_its_tensor_pa
 
 
 def train_watched(config: RunConfig) -> tuple[list[dict[str, Any]], list[tuple[int, int]]]:
-    """(records, (step, generation) of every collection of garbage between the first step and the last)."""
+    """(records, (step, generation) of every collection of garbage between the first step and the last).
+
+    The sections of a step, one after the other, must fit into it: no stretch is counted twice.
+    """
     from card_megatron.training import instruments
 
     collections: list[tuple[int, int]] = []
@@ -116,9 +119,16 @@ def train_watched(config: RunConfig) -> tuple[list[dict[str, Any]], list[tuple[i
             collections.append((step[0], facts["generation"]))
 
     class Watched(own):
+        def before_step(self, number):
+            super().before_step(number)
+            self.started = time.perf_counter()
+
         def after_step(self, number):
-            step[0] = number
+            step[0], elapsed = number, time.perf_counter() - self.started
             super().after_step(number)
+            parts = [self.steps[-1][name] for name in ("forward", "backward", "gradients", "optimizer", "agree")]
+            assert all(part > 0 for part in parts) and sum(parts) <= elapsed
+            assert 0 < self.steps[-1]["data"] < self.steps[-1]["forward"]
 
     from card_megatron.training import loop
 
@@ -183,14 +193,13 @@ def test_traces_of_both_ranks_show_the_sections_of_the_profiled_steps(watched):
     assert sorted(path.suffix for path in (base / "every" / "profile").iterdir()) == [".gz", ".gz", ".txt", ".txt"]
 
 
-def test_section_timers_add_up_to_less_than_the_step(watched):
+def test_section_timers_are_in_the_records(watched):
     base, _ = watched
     for record in raw_records(base / "every"):
-        seconds = record["seconds"]
-        parts = ("forward", "backward", "gradients", "optimizer", "agree")
-        assert all(seconds[name]["mean"] > 0 for name in parts) and seconds["data"]["mean"] < seconds["forward"]["mean"]
-        assert sum(seconds[name]["mean"] for name in parts) < record["step_seconds"] * 1.001
-        assert seconds["pipeline"]["max"] == 0.0
+        for name in ("data", "forward", "backward", "gradients", "optimizer", "agree"):
+            section = record["seconds"][name]
+            assert 0 < section["mean"] <= section["max"] and section["rank"] in (0, 1)
+        assert record["seconds"]["pipeline"]["max"] == 0.0
     saves = [record["seconds"]["save"]["mean"] > 0 for record in raw_records(base / "every")]
     assert saves == [False, False, True, False], "a save counts in the record that follows it"
     assert "seconds" not in raw_records(base / "plain")[-1]

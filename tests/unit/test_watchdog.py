@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -110,6 +111,18 @@ def test_a_hang_ends_all_ranks_and_names_the_one_that_did_not_arrive(hung, how, 
     stacks = [(run_dir / "heartbeats" / f"rank_{rank}.stacks").read_text() for rank in range(2)]
     assert function in stacks[1] and "hang_in_a_run" in stacks[1]
     assert "train_step" in stacks[0] and "hang_in_a_run" in error_0
+
+
+def test_a_hang_leaves_the_last_collectives_of_each_rank(hung):
+    run_dir, ((_, error_0), _) = hung["sleeps"]
+    folder = run_dir / "flight_recorder"
+    assert f"rank 0: its last collectives are in {folder / 'rank_0'}" in error_0
+    last = []
+    for rank in range(2):
+        entries = pickle.loads((folder / f"rank_{rank}").read_bytes())["entries"]
+        last.append([entry["collective_seq_id"] for entry in entries if entry["process_group"][1] == "default_pg"][-1])
+        assert any("all_reduce" in entry["profiling_name"] for entry in entries)
+    assert last == [last[0]] * 2, "rank 1 sleeps before the sums over all ranks of step 3"
 
 
 def test_heartbeats_say_where_each_rank_stands(hung):
