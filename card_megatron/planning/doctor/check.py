@@ -80,11 +80,13 @@ def _merge_one(group: list[tuple[Findings, Check]], ranks: int) -> list[Check]:
 
 
 def _differing(group: list[tuple[Findings, Check]]) -> Check:
-    """Something that must be the same everywhere and is not: the rarest value is named with where it is."""
+    """Something that must be the same everywhere and is not: the rarest, then the worst value is named, and where."""
     holders: dict[str, list[Findings]] = {}
+    verdicts: dict[str, int] = {}
     for rank, check in group:
         holders.setdefault(check.value, []).append(rank)
-    value, found = min(holders.items(), key=lambda item: len(item[1]))
+        verdicts[check.value] = VERDICTS.index(check.verdict)
+    value, found = min(holders.items(), key=lambda item: (len(item[1]), -verdicts[item[0]]))
     others = ", ".join(sorted(set(holders) - {value}))
     first = group[0][1]
     return Check(

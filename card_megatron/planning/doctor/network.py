@@ -126,14 +126,15 @@ def gather_floats(value: float) -> list[float]:
 
 
 def clock_check(offsets: Sequence[float], hosts: Sequence[str]) -> Check:
-    """Pure: the two clocks that are furthest apart."""
+    """Pure: the two clocks that are furthest apart; the one that is alone in its opinion is named, or both."""
     first = min(range(len(offsets)), key=lambda rank: offsets[rank])
     last = max(range(len(offsets)), key=lambda rank: offsets[rank])
     apart = offsets[last] - offsets[first]
     verdict = "fail" if apart > SKEW_FAIL else "warn" if apart > SKEW_WARN else "ok"
     middle = statistics.median(offsets)
-    wrong = max((first, last), key=lambda rank: abs(offsets[rank] - middle))
-    where = f"rank {wrong} on {hosts[wrong]}" if verdict != "ok" else ""
+    off = {rank: abs(offsets[rank] - middle) for rank in (first, last)}
+    wrong = [rank for rank in sorted(off) if off[rank] > 0.9 * max(off.values())]
+    where = " and ".join(f"rank {rank} on {hosts[rank]}" for rank in wrong) if verdict != "ok" else ""
     remedy = "let chrony or ntpd run on every host" if verdict != "ok" else ""
     return Check("network", "clock skew", f"{apart:.3f} s", f"at most {SKEW_WARN:.0f} s", verdict, remedy, where=where)
 
