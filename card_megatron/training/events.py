@@ -37,6 +37,7 @@ SHOWN = {
     "spike": "loss spike at step {step}: {loss:.4f}, mean {mean:.4f}; samples {first}..{last}, worst {worst}",
     "straggler": "slow at step {step}: {text}",
     "straggler_over": "no longer slow at step {step}: ranks {ranks}",
+    "profile_failed": "the profile could not be written: {problem}",
     "profiled": "profiled steps {first}..{step}: {folder}",
     "stopped": "stopped at step {step}: {reason}",
 }

@@ -42,8 +42,12 @@ class ProfileWindow:
             return
         Sections.annotate = False
         first, self.first_step, self.active = self.first_step, 0, False
-        self._stop(f"rank_{self.rank}.steps_{first}-{step}")
-        self.events("profiled", step=step, first=first, tool=self.config.tool, folder=str(self.folder))
+        try:
+            self._stop(f"rank_{self.rank}.steps_{first}-{step}")
+        except OSError as error:  # a full disk costs the profile, not the run
+            self.events("profile_failed", step=step, problem=f"{self.folder}: {error.strerror or error}")
+        else:
+            self.events("profiled", step=step, first=first, tool=self.config.tool, folder=str(self.folder))
 
     def _start(self) -> None:
         if self.config.tool == "torch":

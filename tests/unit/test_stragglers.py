@@ -10,6 +10,7 @@ import torch
 
 from card_megatron.config.errors import ConfigError
 from card_megatron.training.process import DETERMINISTIC, process_settings, record_collectives
+from card_megatron.training.profiling import ProfileWindow
 from card_megatron.training.sections import NAMES, Sections
 from card_megatron.training.stragglers import Place, Stragglers, slow_ranks
 from tests.configs import load
@@ -104,6 +105,20 @@ def test_an_environment_that_asks_for_the_opposite_is_refused(monkeypatch):
         process_settings(load("train.deterministic=true; guard.flight_recorder=0")),
     ):
         pass
+
+
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path):
+    (tmp_path / "profile").write_text("a file where the folder should be")
+    said: list[str] = []
+    window = ProfileWindow(
+        load("profile.tool=torch; profile.step_start=2; profile.step_end=3").profile,
+        *(tmp_path, 0, lambda event, **facts: said.append(event)),
+    )
+    for step in range(1, 5):
+        window.before_step(step)
+        assert Sections.annotate == (step in (2, 3))
+        window.after_step(step)
+    assert said == ["profile_failed"] and not Sections.annotate
 
 
 def test_what_a_user_set_for_the_flight_recorder_stays(tmp_path, monkeypatch):
