@@ -55,4 +55,4 @@ def _ask(*command: str) -> str:
 
 def _fields(line: str) -> dict[str, str]:
     """`Key=value Key=value` as `scontrol show job -o` prints it; values may have spaces in them."""
-    return dict(re.findall(r"(?:^|\s)([A-Z][\w:/]*)=(.*?)(?=\s[A-Z][\w:/]*=|\s*$)", line.strip()))
+    return dict(re.findall(r"(?:^|\s)([A-Z][\w:/]*)=(.*?)(?=\s+[A-Z][\w:/]*=|\s*$)", line.strip()))

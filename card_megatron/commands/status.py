@@ -10,8 +10,10 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from card_megatron.commands.slurm_job import is_job_id, job_facts, run_of_job
+from card_megatron.config.errors import CardError
 from card_megatron.training.status import Status, ago, read_status
 
 DESCRIPTION = """Show how a run stands: step, loss, speed, time left, newest checkpoint, restarts and their reasons,
@@ -24,13 +26,16 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object a look instead")
     parser.add_argument("--watch", type=seconds, metavar="SECONDS", help="look again this often, until it is complete")
     options = parser.parse_args(list(arguments))
-    run_dir = Path(options.run)
+    run_dir, job = Path(options.run), None
     if not run_dir.exists() and is_job_id(options.run):
-        run_dir = run_of_job(options.run)
+        run_dir, job = run_of_job(options.run), options.run
+        if not run_dir.exists():
+            state = job_facts(job).get("state", "not known")
+            raise CardError(f"job {job} (state {state}) has not begun its run yet: there is no {run_dir}")
     while True:
         status = read_status(run_dir)
-        if status.job is not None:
-            status.job = job_facts(status.job["id"])
+        if job is not None or status.job is not None:
+            status = with_job(status, job_facts(job or (status.job or {})["id"]))
         if options.watch and sys.stdout.isatty() and not options.json:
             print("\033[2J\033[H", end="")  # a clean screen
         print(json.dumps(dataclasses.asdict(status)) if options.json else "\n".join(lines(status)), flush=True)
@@ -44,6 +49,15 @@ def seconds(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} must be more than 0")
     return value
+
+
+def with_job(status: Status, job: dict[str, Any]) -> Status:
+    """A run that does not run is not dead while its job waits or has just been started."""
+    names = {"PENDING": "queued", "CONFIGURING": "starting", "RUNNING": "starting", "COMPLETING": "ending"}
+    state = names.get(job.get("state", ""))
+    if state is None or status.state in ("running", "complete"):
+        return dataclasses.replace(status, job=job)
+    return dataclasses.replace(status, state=state, why=f"was {status.state}: {status.why}", job=job)
 
 
 def lines(status: Status) -> Iterator[str]:

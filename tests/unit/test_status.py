@@ -14,10 +14,11 @@ import pytest
 
 from card_megatron.cli import main
 from card_megatron.commands import slurm_job
+from card_megatron.commands.status import with_job
 from card_megatron.config import RunConfig
 from card_megatron.config.errors import CardError
 from card_megatron.testing import run_distributed
-from card_megatron.training.status import read_status, restarts_of, stragglers_of
+from card_megatron.training.status import Status, read_status, restarts_of, stragglers_of
 from tests.curves import tiny_config
 from tests.runs import train
 
@@ -157,9 +158,19 @@ def test_where_there_is_no_run_it_says_so(tmp_path, monkeypatch, what, message):
 
 # ---------------------------------------------------------------- Slurm
 
+
+def test_a_run_whose_job_waits_is_not_dead():
+    dead, running = Status("run", "dead", "no word"), Status("run", "running", "here")
+    assert with_job(dead, {"id": "7", "state": "PENDING"}).state == "queued"
+    assert with_job(dead, {"id": "7", "state": "RUNNING"}).why == "was dead: no word"
+    assert with_job(dead, {"id": "7", "state": "FAILED"}).state == with_job(dead, {"id": "7"}).state == "dead"
+    assert with_job(running, {"id": "7", "state": "RUNNING"}).state == "running"
+
+
+# with two blanks behind the comment, as Slurm 22.05 has them
 SHOWN = (
     "JobId=7 JobName=card UserId=root(0) JobState=RUNNING Reason=None Dependency=(null) Requeue=1 Restarts=2 "
-    "RunTime=00:01:02 NodeList=node[1-2] Comment=card:/data/my runs/card WorkDir=/tmp "
+    "RunTime=00:01:02 NodeList=node[1-2] Comment=card:/data/my runs/card  WorkDir=/tmp "
 )
 
 
