@@ -44,7 +44,7 @@ def inference_config(
         recompute_method=None,
         recompute_num_layers=None,
     )
-    resolved = replace(config, model=model, parallel=parallel, precision=PrecisionConfig(dtype=dtype))  # type: ignore[arg-type]
+    resolved = replace(config, model=model, parallel=parallel, precision=PrecisionConfig(preset=dtype))  # type: ignore[arg-type]
     if problems := list(layout_problems(resolved, world_size)):
         raise ConfigError("; ".join(problems))
     return resolved

@@ -12,6 +12,9 @@ from typing import Any
 from card_megatron.config.errors import ConfigError
 from card_megatron.config.schema import RunConfig
 
+ALIASES = {"precision": "precision.preset", "precision.dtype": "precision.preset"}
+"""Other names of a field: short for a section's main one, or what an older version called it."""
+
 
 def walk(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted name, type) of every leaf field."""
@@ -58,13 +61,25 @@ def refuse_unknown(key: str, also: typing.Iterable[str] = ()) -> None:
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of a nested dict, stopping at fields that are dicts themselves."""
+    """(dotted key, value) of a nested dict, stopping at fields that are dicts themselves; aliases by their field."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and key not in leaf_types():
             yield from flatten(value, key + ".")
         else:
-            yield key, value
+            yield key if value is None else ALIASES.get(key, key), value
+
+
+def nest(fields: dict[str, Any]) -> dict[str, Any]:
+    """The tree of dotted keys: what flatten() undoes."""
+    tree: dict[str, Any] = {}
+    for key, value in fields.items():
+        *sections, name = key.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return tree
 
 
 def describe_type(hint: Any) -> str:

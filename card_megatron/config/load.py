@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import re
 import typing
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from card_megatron.config.errors import ConfigError
-from card_megatron.config.keys import describe_type, flatten, is_section, leaf_types, refuse_unknown
+from card_megatron.config.keys import ALIASES, describe_type, flatten, is_section, leaf_types, nest, refuse_unknown
 from card_megatron.config.presets import PRESETS
 from card_megatron.config.schema import RunConfig
 
@@ -48,8 +49,11 @@ def load_config(arguments: Sequence[str], parser: Optional[ArgumentParser] = Non
     # files first, wherever they were given: jsonargparse lets the later one win
     arguments.sort(key=lambda argument: not argument.startswith("--config="))
     file_fields: dict[str, Any] = {}
-    for path in _values(arguments, "config"):
-        file_fields |= _read_file(path)
+    for number, path in enumerate(_values(arguments, "config")):
+        tree, fields = _read_file(path)
+        file_fields |= fields
+        if nest(fields) != tree:  # it has aliases, which jsonargparse does not know: it gets the contents instead
+            arguments[number] = f"--config={yaml.safe_dump(nest(fields), default_flow_style=True, width=math.inf)}"
     preset = [file_fields.get("preset"), *_values(arguments, "preset")][-1]
     if preset not in (None, "null"):
         if preset not in list(PRESETS):
@@ -78,11 +82,12 @@ def dump_yaml(config: RunConfig) -> str:
 
 def config_from_tree(tree: dict[str, Any]) -> RunConfig:
     """A RunConfig from what `dataclasses.asdict` made of one; fields that it does not have yet take their default."""
-    for key, _ in flatten(tree):
+    fields = dict(flatten(tree))
+    for key in fields:
         refuse_unknown(key)
     hints = typing.get_type_hints(RunConfig)
     return RunConfig(
-        **{name: hints[name](**value) if is_section(name) else value for name, value in tree.items()},
+        **{name: hints[name](**value) if is_section(name) else value for name, value in nest(fields).items()},
     )
 
 
@@ -118,6 +123,8 @@ def option_pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Optional[str]]
 
 def _as_yaml(option: str, value: Optional[str]) -> str:
     """One word `--key=value`, where `inf` is a number and a lone word is a list of one if the field is a list."""
+    key = option.removeprefix("--")
+    option = f"--{ALIASES.get(key, key)}" if option.startswith("--") else option
     if value is None:
         return option
     hint = leaf_types().get(option.removeprefix("--"))
@@ -159,8 +166,8 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _read_file(path: str) -> dict[str, Any]:
-    """The dotted fields of a --config file; here is named what jsonargparse takes silently or refuses in riddles."""
+def _read_file(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tree of a --config file and its dotted fields; names what jsonargparse takes silently or refuses in riddles."""
     if not Path(path).is_file():
         raise ConfigError(f"--config {path}: no such file; examples/configs/ has ready ones")
     try:
@@ -170,9 +177,12 @@ def _read_file(path: str) -> dict[str, Any]:
     if not isinstance(tree, dict) or not tree:
         held = f"a {type(tree).__name__}" if tree else "nothing"
         raise ConfigError(f"--config {path} holds {held}; it must map section names to fields")
-    fields = dict(flatten(tree))
-    for key, value in fields.items():
+    fields: dict[str, Any] = {}
+    for key, value in flatten(tree):
         refuse_unknown(key)
+        if key in fields:
+            raise ConfigError(f"--config {path}: {key} is given twice, under two of its names")
+        fields[key] = value
         hint = leaf_types().get(key)
         if is_section(key):
             held = "null" if value is None else value
@@ -181,7 +191,7 @@ def _read_file(path: str) -> dict[str, Any]:
             raise ConfigError(f"--config {path}: {key}=null is not {describe_type(hint)}")
         if value == "inf" and hint is float:
             raise ConfigError(f"--config {path}: {key}: inf is a word in YAML; write .inf")
-    return fields
+    return tree, fields
 
 
 def _readable(error: BaseException) -> str:

@@ -53,7 +53,7 @@ LM1B_110M: dict[str, Any] = {  # the paper names the size, the data set and 33B 
     "data": dict(sequence_length=128),
     "optimizer": PAPER_OPTIMIZER,
     "train": dict(global_batch_size=512, micro_batch_size=64, train_tokens=33_000_000_000),  # batch: ours
-    "precision": dict(dtype="bf16"),
+    "precision": dict(preset="bf16"),
 }
 
 PAPER_1B: dict[str, Any] = {
@@ -69,7 +69,7 @@ PAPER_1B: dict[str, Any] = {
     "data": dict(sequence_length=2048),  # ours
     "optimizer": PAPER_OPTIMIZER,
     "train": dict(global_batch_size=512, micro_batch_size=8, train_tokens=300_000_000_000),  # batch: ours
-    "precision": dict(dtype="bf16"),
+    "precision": dict(preset="bf16"),
 }
 
 PRESETS: dict[str, dict[str, Any]] = {"tiny": TINY, "small": SMALL, "110m": LM1B_110M, "1b": PAPER_1B}

@@ -218,10 +218,32 @@ class ParallelConfig:
 
 @dataclass
 class PrecisionConfig:
-    """Number formats."""
+    """Number formats. `preset` sets them all; any other field that is given wins over it. See docs/precision.md."""
 
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """fp32: everything; bf16: weights and activations, with fp32 main weights, gradients and optimizer state."""
+    preset: Literal["fp32", "bf16", "fp8_tensorwise", "fp8_blockwise", "fp8_delayed", "mxfp8"] = "fp32"
+    """fp32; bf16 with fp32 main weights and gradients; bf16 with FP8 linears. `precision: bf16` says the same."""
+    emulate: bool = False
+    """FP8's values in torch's matrix products, on any machine: to study them without a GPU (tensorwise, blockwise)."""
+    params_dtype: Optional[Literal["fp32", "bf16"]] = None
+    """With FP8: what surrounds it; none is bf16, or fp32 where FP8 is emulated."""
+    grad_reduce_in_fp32: Optional[bool] = None
+    """Sum bf16 gradients over micro-batches and ranks in fp32; none is true."""
+    fp8_format: Optional[Literal["hybrid", "e4m3"]] = None
+    """hybrid: E4M3 forward, E5M2 gradients; e4m3: both in E4M3."""
+    fp8_recipe: Optional[Literal["tensorwise", "blockwise", "delayed", "mxfp8"]] = None
+    """How scales are found: of the whole tensor, of its blocks, from earlier steps, of 32 numbers (Blackwell)."""
+    fp8_param_gather: Optional[bool] = None
+    """Keep linear weights in FP8 and gather them so: less memory and traffic (Megatron's fp8_param too)."""
+    fp8_amax_history_len: Optional[int] = None
+    """With delayed: steps whose largest values the scale comes from."""
+    fp8_amax_compute_algo: Optional[Literal["max", "most_recent"]] = None
+    """With delayed: the largest of the history, or its last."""
+    first_last_layers_bf16: Optional[bool] = None
+    """Keep the first and last layers out of FP8 (delayed cannot)."""
+    num_layers_at_start_in_bf16: Optional[int] = None
+    """With first_last_layers_bf16: how many at the start; none is 1."""
+    num_layers_at_end_in_bf16: Optional[int] = None
+    """With first_last_layers_bf16: how many at the end; none is 1."""
 
 
 @dataclass

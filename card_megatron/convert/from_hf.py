@@ -97,7 +97,7 @@ def from_hf(
             run_dir=output.name,
             model=model,
             data=DataConfig(tokenizer=None if name is None else str(output.absolute() / name)),
-            precision=PrecisionConfig(dtype="bf16" if half else "fp32"),
+            precision=PrecisionConfig(preset="bf16" if half else "fp32"),
         )
         unknown = {"mask": mask, "eod": hf_config.get("eos_token_id")} if mask is not None else None
         describe_checkpoint(folder, config, unknown if known is None else known.facts)

@@ -85,7 +85,7 @@ def _training(source: Source) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     return (
         f"{manifest.step:,} steps, {manifest.consumed_samples:,} sequences of {run.data.sequence_length} tokens "
-        f"({tokens:,} tokens), peak learning rate {run.optimizer.lr:g}, {run.precision.dtype}. "
+        f"({tokens:,} tokens), peak learning rate {run.optimizer.lr:g}, {run.precision.preset}. "
         f"Saved {manifest.created} on {manifest.layout.get('world_size', 1)} rank(s); {versions}."
     )
 

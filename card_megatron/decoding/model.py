@@ -12,6 +12,7 @@ import torch
 
 from card_megatron.checkpoint.source import open_source
 from card_megatron.config.errors import ConfigError
+from card_megatron.config.precision import resolve_precision
 from card_megatron.data.tokenizers import MockTokenizer, Tokenizer, load_tokenizer, never_text, tokenizer_of
 from card_megatron.decoding.engine import Backend
 from card_megatron.platform import Ranks, install, model_parallel, ranks_from_environment
@@ -80,7 +81,7 @@ def _open_megatron(
     from card_megatron.inference import inference_config, load_model
 
     source = open_source(path, None if tokenizer is None else load_tokenizer(tokenizer).vocab_size)
-    dtype = dtype or (source.config.precision.dtype if torch.cuda.is_available() else "fp32")
+    dtype = dtype or (resolve_precision(source.config.precision).params_dtype if torch.cuda.is_available() else "fp32")
     config = inference_config(source.config, world_size=ranks.world_size, tensor=tensor, pipeline=pipeline, dtype=dtype)
     known = tokenizer_of(source.config, tokenizer, source.tokenizer)
     if known is None and not source.config.data.mock:

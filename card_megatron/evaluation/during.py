@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from card_megatron.checkpoint.source import open_source
+from card_megatron.config.precision import resolve_precision
 from card_megatron.config.schema import RunConfig
 from card_megatron.data.tokenizers import load_tokenizer
 from card_megatron.decoding.model import OpenModel
@@ -56,7 +57,7 @@ def open_in_groups(checkpoint: Path, *, ema: bool, beat: Callable[[], None]) -> 
     source = open_source(checkpoint)
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()
-    dtype = source.config.precision.dtype if torch.cuda.is_available() else "fp32"
+    dtype = resolve_precision(source.config.precision).params_dtype if torch.cuda.is_available() else "fp32"
     config = inference_config(
         source.config,
         world_size=torch.distributed.get_world_size(),

@@ -43,7 +43,7 @@ def build_model(config: RunConfig, transformer_config: TransformerConfig) -> lis
         initialize_keyed(chunks, transformer_config, config.seed)
     if torch.cuda.is_available():
         chunks = [chunk.cuda() for chunk in chunks]
-    if config.precision.dtype == "bf16":
+    if transformer_config.bf16:
         chunks = [Float16Module(transformer_config, chunk) for chunk in chunks]
     return chunks
 

@@ -13,9 +13,11 @@ from megatron.core.transformer import TransformerConfig
 
 from card_megatron.config.derived import GATED_ACTIVATIONS, pipeline_layout
 from card_megatron.config.errors import ConfigError
+from card_megatron.config.precision import Precision, resolve_precision
 from card_megatron.config.schema import ModelConfig, RunConfig
 
 ACTIVATIONS = {"swiglu": F.silu, "geglu": F.gelu, "gelu": F.gelu, "squared_relu": squared_relu}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def build_transformer_config(config: RunConfig) -> TransformerConfig:
@@ -30,8 +32,8 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
 
 def _from_run(config: RunConfig) -> dict[str, Any]:
     model, parallel = config.model, config.parallel
-    bf16 = config.precision.dtype == "bf16"
-    dtype = torch.bfloat16 if bf16 else torch.float32
+    precision = resolve_precision(config.precision)
+    dtype = DTYPES[precision.params_dtype]
     interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     cuda = torch.cuda.is_available()
     return dict(
@@ -65,9 +67,10 @@ def _from_run(config: RunConfig) -> dict[str, Any]:
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
-        bf16=bf16,
+        bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
+        **_fp8_fields(precision),
         # weights go into the loss sum and the count beside it: divided once, over the global batch
         calculate_per_token_loss=True,
         # batched p2p with an interleaved pipeline gives wrong losses in 0.16.1
@@ -83,6 +86,22 @@ def _from_run(config: RunConfig) -> dict[str, Any]:
         bias_activation_fusion=cuda and (model.activation in GATED_ACTIVATIONS or _fusable_gelu(model)),
         persist_layer_norm=False,
         deterministic_mode=config.train.deterministic,
+    )
+
+
+def _fp8_fields(precision: Precision) -> dict[str, Any]:
+    """Transformer Engine's FP8; an emulation is our own modules' doing, and Megatron must know nothing of it."""
+    if not precision.hardware_fp8:
+        return {}
+    return dict(
+        fp8=precision.fp8_format,
+        fp8_recipe=precision.fp8_recipe,
+        fp8_param=precision.fp8_param_gather,
+        fp8_amax_history_len=precision.fp8_amax_history_len,
+        fp8_amax_compute_algo=precision.fp8_amax_compute_algo,
+        first_last_layers_bf16=precision.first_last_layers_bf16,
+        num_layers_at_start_in_bf16=precision.num_layers_at_start_in_bf16,
+        num_layers_at_end_in_bf16=precision.num_layers_at_end_in_bf16,
     )
 
 

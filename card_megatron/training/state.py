@@ -18,11 +18,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from card_megatron.config.derived import batch_size_at, total_samples
+from card_megatron.config.precision import resolve_precision
 from card_megatron.config.schema import RunConfig
 from card_megatron.data.datasets import CleanDatasets, ObjectiveDataset, build_clean_datasets
 from card_megatron.data.loader import MicroBatchSampler, micro_batches, reads_data
 from card_megatron.data.tokenizers import facts_of
 from card_megatron.model import build_model
+from card_megatron.model.transformer_config import DTYPES
 from card_megatron.objectives import Objective, build_objective
 from card_megatron.platform import join_model_parallel
 from card_megatron.training.ema import Ema
@@ -104,10 +106,11 @@ def build_state(plan: Plan) -> TrainState:
 
 def wrap_data_parallel(config: RunConfig, transformer_config: Any, chunks: list[Any]) -> list[Any]:
     """Megatron's DDP around each chunk: gradient buffers that the distributed optimizer shards."""
-    parallel = config.parallel
+    parallel, precision = config.parallel, resolve_precision(config.precision)
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=precision.grad_reduce_in_fp32,
+        fp8_param_gather=precision.fp8_param_gather,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
     )
@@ -124,7 +127,8 @@ def wrap_data_parallel(config: RunConfig, transformer_config: Any, chunks: list[
 def build_optimizer(config: RunConfig, model: list[Any]) -> tuple[Any, OptimizerParamScheduler]:
     """AdamW in Megatron's distributed optimizer, and the schedule, which counts in samples."""
     ours, batch = config.optimizer, config.train.global_batch_size
-    bf16 = config.precision.dtype == "bf16"
+    precision = resolve_precision(config.precision)
+    dtype = DTYPES[precision.params_dtype]
     optimizer_config = OptimizerConfig(
         optimizer="adam",
         lr=ours.lr,
@@ -134,8 +138,9 @@ def build_optimizer(config: RunConfig, model: list[Any]) -> tuple[Any, Optimizer
         adam_beta2=ours.adam_beta2,
         adam_eps=ours.adam_eps,
         clip_grad=ours.clip_grad,
-        bf16=bf16,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        fp8_recipe=precision.fp8_recipe if precision.hardware_fp8 else None,
         use_distributed_optimizer=True,
         overlap_param_gather=config.parallel.overlap_param_gather,
     )

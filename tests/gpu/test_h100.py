@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.h100, pytest.mark.timeout(1800)]
 # heads of 64, sequences of 256: shapes that every attention kernel takes
 BF16 = [
     *("--model.hidden_size=256", "--model.ffn_hidden_size=512", "--model.max_position_embeddings=256"),
-    *("--data.sequence_length=256", "--precision.dtype=bf16"),
+    *("--data.sequence_length=256", "--precision.preset=bf16"),
 ]
 
 
@@ -125,7 +125,7 @@ def speed_config(run_dir: Path, *overrides: str) -> RunConfig:
     """The paper's 110M model in bf16 on mock data: enough work that the GPU, not Python, sets the pace."""
     config, _ = load_config(
         [
-            *("--preset=110m", "--data.mock=true", "--precision.dtype=bf16", f"--run_dir={run_dir}"),
+            *("--preset=110m", "--data.mock=true", "--precision.preset=bf16", f"--run_dir={run_dir}"),
             *("--data.sequence_length=1024", "--model.max_position_embeddings=1024", "--train.train_tokens=null"),
             *("--train.micro_batch_size=8", "--train.global_batch_size=32", f"--train.train_iters={TURNS + WARM_UP}"),
             *("--optimizer.lr_warmup_iters=1", "--eval.at_start=false", "--eval.interval=0"),

@@ -124,7 +124,7 @@ def test_the_1b_preset_is_the_papers_model():
             normalization="RMSNorm",
         ),
         "optimizer": dict(lr=3e-4, lr_warmup_iters=2500, lr_decay_style="cosine"),
-        "precision": dict(dtype="bf16"),
+        "precision": dict(preset="bf16"),
         "train": dict(train_tokens=300_000_000_000),
         "objective": dict(name="card", tail_factor=1.5, decay=0.5, beta=1.0),
     }
