@@ -167,7 +167,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _read_file(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tree of a --config file and its dotted fields; names what jsonargparse takes silently or refuses in riddles."""
+    """A --config file's tree and dotted fields; says plainly what jsonargparse would take silently or garble."""
     if not Path(path).is_file():
         raise ConfigError(f"--config {path}: no such file; examples/configs/ has ready ones")
     try:

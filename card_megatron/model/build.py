@@ -11,6 +11,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
 
 from card_megatron.config.derived import padded_vocab_size
+from card_megatron.config.precision import resolve_precision
 from card_megatron.config.schema import ModelConfig, RunConfig
 from card_megatron.model.initialize import initialize_keyed
 from card_megatron.model.specs import block_spec, uses_transformer_engine
@@ -58,11 +59,19 @@ def _build_chunk(config: RunConfig, transformer_config: TransformerConfig, vp_st
     assert model.vocab_size is not None, "preflight resolves it from the tokenizer"
     everywhere = vp_stage is None
     with_engine = uses_transformer_engine(
-        model.spec, cuda=machine.cuda, transformer_engine=machine.transformer_engine is not None
+        model.spec,
+        cuda=machine.cuda,
+        transformer_engine=machine.transformer_engine is not None,
+        emulate=config.precision.emulate,
     )
     chunk = TrueVocabularyGPTModel(
         config=transformer_config,
-        transformer_layer_spec=block_spec(transformer_config, transformer_engine=with_engine, vp_stage=vp_stage),
+        transformer_layer_spec=block_spec(
+            transformer_config,
+            resolve_precision(config.precision),
+            transformer_engine=with_engine,
+            vp_stage=vp_stage,
+        ),
         vocab_size=padded_vocab_size(model),
         max_sequence_length=model.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=everywhere, vp_stage=vp_stage),

@@ -12,17 +12,20 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from card_megatron.config.precision import Precision
 from card_megatron.model.attention import TorchAttention
+from card_megatron.model.fp8_emulation import emulate_fp8
 from card_megatron.model.norm import Norm
 
 
-def uses_transformer_engine(spec: str, *, cuda: bool, transformer_engine: bool) -> bool:
-    """`auto` takes Transformer Engine wherever it can run."""
-    return spec == "te" or (spec == "auto" and cuda and transformer_engine)
+def uses_transformer_engine(spec: str, *, cuda: bool, transformer_engine: bool, emulate: bool = False) -> bool:
+    """`auto` takes Transformer Engine wherever it can run, but for an emulation, which is of local layers."""
+    return spec == "te" or (spec == "auto" and cuda and transformer_engine and not emulate)
 
 
-def block_spec(config: TransformerConfig, *, transformer_engine: bool, vp_stage: int | None):
+def block_spec(config: TransformerConfig, precision: Precision, *, transformer_engine: bool, vp_stage: int | None):
     """The layers of one pipeline chunk."""
     if transformer_engine:
         return get_gpt_layer_with_transformer_engine_spec(
@@ -30,8 +33,13 @@ def block_spec(config: TransformerConfig, *, transformer_engine: bool, vp_stage:
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
         )
-    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[local_layer_spec(config)] * layers, layer_norm=Norm)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    specs = [local_layer_spec(config) for _ in layers]
+    for layer, spec in zip(layers, specs, strict=True):
+        if precision.emulate and precision.in_fp8(layer, config.num_layers):
+            emulate_fp8(spec, precision)
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=Norm)
 
 
 def local_layer_spec(config: TransformerConfig) -> ModuleSpec:

@@ -10,6 +10,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from card_megatron.config import check, load_config
 from card_megatron.config.derived import parameter_count
+from card_megatron.config.precision import Precision
 from card_megatron.model import build_model, build_transformer_config
 from card_megatron.model.attention import TorchAttention, zigzag_positions
 from card_megatron.model.specs import block_spec
@@ -46,7 +47,7 @@ def test_the_loss_is_megatrons_own_bit_for_bit():
     ours = build_model(config, transformer_config)[0]
     megatrons = GPTModel(
         transformer_config,
-        block_spec(transformer_config, transformer_engine=False, vp_stage=None),
+        block_spec(transformer_config, Precision("fp32", True), transformer_engine=False, vp_stage=None),
         vocab_size=256,
         max_sequence_length=2048,
         position_embedding_type="rope",
