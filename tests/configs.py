@@ -20,6 +20,7 @@ SHORT = {
     "layout": "parallel.pipeline_model_parallel_layout",
     "experts": "model.num_moe_experts",
     "transformer": "model.transformer",
+    "EMULATED": "precision=fp8_tensorwise; precision.emulate=true",
     "files": "data.mock=false; data.tokenizer",
 }
 

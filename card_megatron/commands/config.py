@@ -15,9 +15,11 @@ from card_megatron.config.derived import (
     total_steps,
 )
 from card_megatron.config.load import config_parser, dump_yaml, load_config, rank_count
+from card_megatron.config.machine_checks import refuse_machine
 from card_megatron.config.schema import RunConfig
 from card_megatron.data.tokenizers import BYTES
 from card_megatron.platform import capabilities, install, ranks_from_environment
+from card_megatron.platform.kernels import kernels_line, resolve_kernels
 from card_megatron.platform.ranks import Ranks
 from card_megatron.training.preflight import preflight
 
@@ -50,6 +52,7 @@ def tokenizer_is_elsewhere(config: RunConfig) -> bool:
 def check_without_tokenizer(config: RunConfig, world_size: int) -> None:
     """All of preflight() that needs no tokenizer."""
     machine = capabilities()
+    refuse_machine(config, machine)
     install()
     from card_megatron.model.transformer_config import build_transformer_config
 
@@ -77,4 +80,21 @@ def describe(config: RunConfig, world_size: int) -> list[str]:
     ]
     if layout is not None:
         lines.append(f"pipeline layout: {layout}")
+    lines += found_here(config)
     return lines
+
+
+def found_here(config: RunConfig) -> list[str]:
+    """Accelerators and libraries of this machine, and the kernels that the run would take here."""
+    machine = capabilities()
+    versions = {
+        "Transformer Engine": machine.transformer_engine,
+        "apex": machine.apex,
+        "flash-attn": machine.flash_attention,
+        "NCCL": machine.nccl,
+    }
+    found = ", ".join(f"{name} {version or 'none'}" for name, version in versions.items())
+    return [
+        f"machine: {machine.gpus or 'no'} GPUs ({machine.device}); {found}",
+        kernels_line(resolve_kernels(config, machine)),
+    ]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from card_megatron.config.errors import ConfigError
 from card_megatron.config.layout_checks import batch_problems, layout_problems, machine_problems, nearest_multiples
+from card_megatron.config.precision_checks import precision_problems
 from card_megatron.config.schema import RunConfig
 
 
@@ -28,6 +29,7 @@ def check(config: RunConfig, *, world_size: int, cuda: bool, transformer_engine:
     # the rules below divide by sizes: they are only asked once the sizes make sense
     if not problems:
         problems += [*layout_problems(config, world_size), *batch_problems(config, world_size)]
+        problems += [*precision_problems(config)]
         problems += [*machine_problems(config, cuda=cuda, transformer_engine=transformer_engine)]
     if problems:
         raise ConfigError(problems[0] if len(problems) == 1 else "\n  - ".join(["this run cannot start:", *problems]))

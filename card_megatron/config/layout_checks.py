@@ -20,6 +20,7 @@ from card_megatron.config.derived import (
     pipeline_layout,
     total_samples,
 )
+from card_megatron.config.precision import resolve_precision
 from card_megatron.config.schema import RunConfig
 
 OWNED_BY = {
@@ -52,10 +53,19 @@ OWNED_BY = {
     "expert_model_parallel_size": "parallel.expert_model_parallel_size",
     "sequence_parallel": "parallel.sequence_parallel",
     "microbatch_group_size_per_vp_stage": "parallel.pipeline_model_parallel_size",
-    "bf16": "precision.dtype",
-    "fp16": "precision.dtype",
-    "params_dtype": "precision.dtype",
-    "pipeline_dtype": "precision.dtype",
+    "bf16": "precision.preset",
+    "fp16": "precision.preset",
+    "params_dtype": "precision.preset",
+    "pipeline_dtype": "precision.preset",
+    "fp8": "precision.fp8_format",
+    "fp8_recipe": "precision.fp8_recipe",
+    "fp8_param": "precision.fp8_param_gather",
+    "fp8_amax_history_len": "precision.fp8_amax_history_len",
+    "fp8_amax_compute_algo": "precision.fp8_amax_compute_algo",
+    "first_last_layers_bf16": "precision.first_last_layers_bf16",
+    "num_layers_at_start_in_bf16": "precision.num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16": "precision.num_layers_at_end_in_bf16",
+    "tp_comm_overlap": "parallel.tp_comm_overlap",
     "calculate_per_token_loss": "objective.normalize",
 }
 """Fields of Megatron's TransformerConfig that have a place of their own: giving them twice would hide one."""
@@ -124,6 +134,8 @@ def layout_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         )
     else:
         yield from _pipeline_layout(config)
+    if parallel.tp_comm_overlap and not parallel.sequence_parallel:
+        yield "parallel.tp_comm_overlap=true needs parallel.sequence_parallel=true; set both or neither"
     if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
         yield "parallel.overlap_param_gather=true needs parallel.overlap_grad_reduce=true; set both or neither"
     yield from _experts(config, world_size)
@@ -253,10 +265,26 @@ def machine_problems(config: RunConfig, *, cuda: bool, transformer_engine: bool)
     if config.model.spec == "te" and not (cuda and transformer_engine):
         lacking = "CUDA" if not cuda else "Transformer Engine (pip install 'card_megatron[gpu]')"
         yield f"model.spec=te needs {lacking}, which is not here; use model.spec=local or auto"
-    if (fields.get("fp8") or fields.get("fp4")) and not (cuda and transformer_engine):
+    if resolve_precision(config.precision).hardware_fp8 and not (cuda and transformer_engine):
         yield (
-            "model.transformer.fp8/fp4 needs CUDA and Transformer Engine: without them megatron-core trains silently "
-            "in higher precision; remove it"
+            f"precision.preset={config.precision.preset} needs CUDA and Transformer Engine, which are not both here: "
+            "without them megatron-core trains silently in higher precision; use bf16 or fp32, or study FP8 with "
+            "precision.emulate=true"
+        )
+    if fields.get("fp4"):
+        yield "model.transformer.fp4 is not supported: nothing here keeps its settings in agreement; remove it"
+    if config.parallel.tp_comm_overlap and not (cuda and transformer_engine and config.model.spec != "local"):
+        yield (
+            "parallel.tp_comm_overlap=true needs CUDA and Transformer Engine's layers, and is ignored without them; "
+            "turn it off"
+        )
+    graphs = fields.get("cuda_graph_impl", "none")
+    if graphs != "none" and not cuda:
+        yield f"model.transformer.cuda_graph_impl={graphs} needs CUDA; leave it out"
+    if graphs == "transformer_engine" or "full_iteration" in str(fields.get("cuda_graph_scope", "")):
+        yield (
+            "model.transformer.cuda_graph_impl=transformer_engine and cuda_graph_scope=full_iteration need "
+            "Megatron-LM's own training loop; use cuda_graph_impl=local with the scopes of a layer"
         )
     if config.logging.wandb_project is not None and importlib.util.find_spec("wandb") is None:
         yield f"logging.wandb_project={config.logging.wandb_project} needs wandb: pip install wandb, or leave it out"
@@ -274,3 +302,5 @@ def machine_problems(config: RunConfig, *, cuda: bool, transformer_engine: bool)
             )
         if fields.get("gradient_accumulation_fusion"):
             yield "model.transformer.gradient_accumulation_fusion needs NVIDIA's apex and CUDA; leave it out"
+        if fields.get("cross_entropy_loss_fusion"):
+            yield "model.transformer.cross_entropy_loss_fusion needs CUDA; leave it out"

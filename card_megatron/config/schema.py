@@ -212,6 +212,8 @@ class ParallelConfig:
     """Reduce gradients while the backward pass still runs."""
     overlap_param_gather: bool = False
     """Gather updated weights while the next forward pass already runs (needs overlap_grad_reduce)."""
+    tp_comm_overlap: bool = False
+    """Overlap sequence parallelism's communication with its products (Transformer Engine's userbuffers)."""
     distributed_timeout_minutes: float = 30.0
     """A collective that takes longer ends the run."""
 

@@ -37,6 +37,17 @@ class Capabilities:
     nccl: Optional[str]
     mpi4py: Optional[str]
     cpu_cores: int
+    compute_capability: Optional[tuple[int, int]] = None
+    """(9, 0) is Hopper."""
+    cuda_version: Optional[tuple[int, int]] = None
+    """That torch was built with."""
+    transformer_engine_problem: Optional[str] = None
+    """What a Transformer Engine that is installed lacks, and the remedy."""
+    apex_problem: Optional[str] = None
+    """Why an `apex` that is installed is none of NVIDIA's, and the remedy."""
+    wgrad_fusion: bool = False
+    """NVIDIA's apex brought fused_weight_gradient_mlp_cuda."""
+    flash_attention: Optional[str] = None
 
     @property
     def cuda(self) -> bool:
@@ -52,13 +63,20 @@ class Capabilities:
 def capabilities() -> Capabilities:
     """Look at this machine; the answer cannot change while the process lives."""
     cuda = torch.cuda.is_available()
+    (engine, engine_problem), (apex, apex_problem) = _transformer_engine(), _nvidia_apex()
     return Capabilities(
         device=torch.cuda.get_device_name(0) if cuda else "cpu",
         gpus=torch.cuda.device_count() if cuda else 0,
-        transformer_engine=_transformer_engine(),
-        apex=_nvidia_apex(),
+        transformer_engine=engine,
+        apex=apex,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
         mpi4py=_version("mpi4py"),
+        compute_capability=torch.cuda.get_device_capability(0) if cuda else None,
+        cuda_version=_cuda_version(),
+        transformer_engine_problem=engine_problem,
+        apex_problem=apex_problem,
+        wgrad_fusion=apex is not None and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        flash_attention=_version("flash_attn"),
         cpu_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
     )
 
@@ -70,20 +88,37 @@ def _version(package: str) -> Optional[str]:
         return None
 
 
-def _transformer_engine() -> Optional[str]:
-    """The core library alone is not enough: Megatron's specs crash without its compiled torch extension."""
+def _cuda_version() -> Optional[tuple[int, int]]:
+    if torch.version.cuda is None:
+        return None
+    major, minor = torch.version.cuda.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _transformer_engine() -> tuple[Optional[str], Optional[str]]:
+    """(version, what is wrong with it). Without its compiled torch extension Megatron's specs crash on import."""
     spec = importlib.util.find_spec("transformer_engine")
     if spec is None or spec.origin is None:
-        return None
+        return None, None
     package = Path(spec.origin).parent
     extension = "transformer_engine_torch*.so"  # beside the package, or inside it when it came as a wheel
-    if not any(package.parent.glob(extension)) and not any(package.rglob(extension)):
-        return None
-    return _version("transformer_engine")
+    if any(package.parent.glob(extension)) or any(package.rglob(extension)):
+        return _version("transformer_engine"), None
+    return None, (
+        f"Transformer Engine {_version('transformer_engine')} is half installed: its torch extension "
+        "(transformer_engine_torch) is missing, and Megatron cannot be imported; pip install 'card_megatron[gpu]' with "
+        "--no-build-isolation, or pip uninstall transformer_engine"
+    )
 
 
-def _nvidia_apex() -> Optional[str]:
-    """NVIDIA's build brings `apex.multi_tensor_apply` and the compiled `amp_C`; the web toolkit on PyPI does not."""
-    if importlib.util.find_spec("apex") is None or importlib.util.find_spec("amp_C") is None:
-        return None
-    return _version("apex")
+def _nvidia_apex() -> tuple[Optional[str], Optional[str]]:
+    """(version, what is wrong with it). NVIDIA's build brings the compiled `amp_C`; PyPI's web toolkit does not."""
+    if importlib.util.find_spec("apex") is None:
+        return None, None
+    if importlib.util.find_spec("amp_C") is not None:
+        return _version("apex") or "of unknown version", None
+    return None, (
+        f"the package apex {_version('apex')} here is not NVIDIA's apex with its CUDA extensions (PyPI's apex is a web "
+        "toolkit), and Megatron would take its norms from it; pip uninstall apex, or build NVIDIA's from source "
+        "(docs/installation.md)"
+    )

@@ -11,8 +11,11 @@ from card_megatron.config.schema import ParallelConfig
 from card_megatron.platform.ranks import Ranks, init_process_group
 
 
-def join_model_parallel(ranks: Ranks, parallel: ParallelConfig, seed: int) -> None:
-    """The process group, Megatron's groups inside it, and the seeds of dropout. Call platform.install() before."""
+def join_model_parallel(ranks: Ranks, parallel: ParallelConfig, seed: int, *, cuda_graphs: bool = False) -> None:
+    """The process group, Megatron's groups inside it, and the seeds of dropout. Call platform.install() before.
+
+    CUDA graphs need random states that a graph can replay.
+    """
     from megatron.core import parallel_state, tensor_parallel
 
     init_process_group(ranks, timeout_minutes=parallel.distributed_timeout_minutes)
@@ -23,7 +26,7 @@ def join_model_parallel(ranks: Ranks, parallel: ParallelConfig, seed: int) -> No
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, use_cudagraphable_rng=cuda_graphs)
 
 
 @contextlib.contextmanager

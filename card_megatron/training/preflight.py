@@ -7,6 +7,7 @@ from typing import Any
 
 from card_megatron.config.checks import check
 from card_megatron.config.errors import ConfigError
+from card_megatron.config.machine_checks import refuse_machine
 from card_megatron.config.schema import RunConfig
 from card_megatron.data.preprocess import refuse_unusable
 from card_megatron.data.tokenizers import MockTokenizer, Tokenizer, load_tokenizer
@@ -28,6 +29,7 @@ class Plan:
 def preflight(config: RunConfig, ranks: Ranks, *, with_data: bool = True) -> Plan:
     """Check a run against this machine, this many ranks and its files; raises ConfigError with every broken rule."""
     machine = capabilities()  # looked at before install(), which answers for CUDA
+    refuse_machine(config, machine)  # before Megatron is imported: some of it crashes there
     install()
     from card_megatron.model.transformer_config import build_transformer_config
 

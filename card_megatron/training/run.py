@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import json
 import os
 import socket
 from pathlib import Path
@@ -16,6 +17,7 @@ from card_megatron.config.errors import ConfigError
 from card_megatron.config.load import dump_yaml
 from card_megatron.config.schema import RunConfig
 from card_megatron.platform import Ranks, capabilities
+from card_megatron.platform.kernels import kernels_line, resolve_kernels
 from card_megatron.training.preflight import Plan, preflight
 from card_megatron.training.process import process_settings
 from card_megatron.training.tasks import ScoreTasks
@@ -113,12 +115,15 @@ def build_and_train(plan: Plan, watchdog: Watchdog, console: bool, score_tasks: 
     events = Events(run_dir, first, say)
     loop = Loop(state, events, watchdog, score_tasks)
     say(opening_line(plan))
+    kernels = resolve_kernels(plan.config, capabilities())
+    say(kernels_line(kernels))
     for note in plan.notes:
         say(note)
     events("started", ranks=plan.ranks.world_size, job=os.environ.get("SLURM_JOB_ID"))
     resumed_at = loop.resume(say)
     if first:
         (run_dir / "config.yaml").write_text(dump_yaml(plan.config))
+        (run_dir / "kernels.json").write_text(json.dumps(kernels, indent=1) + "\n")
     recorder = Recorder(plan.config, console=console, resumed_at=resumed_at)
     try:
         return loop.run(recorder, resumed=resumed_at is not None)

@@ -25,6 +25,7 @@ from card_megatron.data.loader import MicroBatchSampler, micro_batches, reads_da
 from card_megatron.data.tokenizers import facts_of
 from card_megatron.model import build_model
 from card_megatron.model.transformer_config import DTYPES
+from card_megatron.model.userbuffers import join_userbuffers
 from card_megatron.objectives import Objective, build_objective
 from card_megatron.platform import join_model_parallel
 from card_megatron.training.ema import Ema
@@ -83,7 +84,10 @@ class TrainState:
 def build_state(plan: Plan) -> TrainState:
     """Join the ranks and build data, model and optimizer."""
     config, transformer_config = plan.config, plan.transformer_config
-    join_model_parallel(plan.ranks, config.parallel, config.seed)
+    graphs = config.model.transformer.get("cuda_graph_impl", "none") != "none"
+    join_model_parallel(plan.ranks, config.parallel, config.seed, cuda_graphs=graphs)
+    if config.parallel.tp_comm_overlap:
+        join_userbuffers(config)
     datasets = build_clean_datasets(config, plan.tokenizer, reads_data)
     model = wrap_data_parallel(config, transformer_config, build_model(config, transformer_config))
     optimizer, scheduler = build_optimizer(config, model)

@@ -11,7 +11,7 @@ import pytest
 import sentencepiece
 import torch
 
-from card_megatron.config import ConfigError, RunConfig, check, checks, layout_checks, load_config
+from card_megatron.config import ConfigError, RunConfig, check, checks, layout_checks, load_config, precision_checks
 from card_megatron.platform import Ranks
 from card_megatron.training.preflight import preflight
 from tests.configs import MOCK, load, load_yaml
@@ -118,6 +118,7 @@ REFUSALS = [
     ("PP=2; layout=Ett|tL", 2, r"layout='Ett\|tL' has 3 layers in 2 stages; it needs .*=4 in 2: leave it out"),
     ("PP=3; layout=Et*4|L", 3, r"layout='Et\*4\|L' has 4 layers in 2 stages; .* in 3: e\.g\. Et\|tt\|tL"),
     ("PP=2; layout=tt|ttL", 2, r"layout='tt\|ttL' must begin with E \(embedding\) and end with L \(loss\)"),
+    ("TP=2; parallel.tp_comm_overlap=true", 2, r"tp_comm_overlap=true needs .*sequence_parallel=true; set both or"),
     ("parallel.overlap_param_gather=true", 1, r"overlap_param_gather=true needs .*overlap_grad_reduce=true; set both"),
     ("EP=2", 1, r"expert_model_parallel_size=2 needs experts; set model\.num_moe_experts"),
     ("experts=4; EP=3", 3, r"num_moe_experts=4 is not a multiple of .*expert_model_parallel_size=3; try 3 or 6"),
@@ -145,7 +146,90 @@ REFUSALS = [
     ("eval.tasks=[x]; eval.tasks_interval=5; EP=2; experts=2", 2, r"expert_model_parallel_size=2; drop them"),
     # machine
     ("model.spec=te", 1, r"model\.spec=te needs CUDA, which is not here; use model\.spec=local or auto"),
-    ("transformer.fp8=e4m3", 1, r"fp8/fp4 needs CUDA and Transformer Engine.*remove it"),
+    (
+        "TP=2; SP=true; parallel.tp_comm_overlap=true",
+        2,
+        r"tp_comm_overlap=true needs CUDA and Transformer Engine's lay",
+    ),
+    ("transformer.cuda_graph_impl=local", 1, r"cuda_graph_impl=local needs CUDA; leave it out"),
+    ("transformer.cuda_graph_impl=transformer_engine", 1, r"need Megatron-LM's own training loop; use .*impl=local"),
+    ("transformer.cross_entropy_loss_fusion=true", 1, r"cross_entropy_loss_fusion needs CUDA; leave it out"),
+    # precision
+    ("precision=fp8_tensorwise", 1, r"needs CUDA and Transformer Engine.*silently in higher precision; use bf16 or"),
+    ("transformer.fp4=e2m1", 1, r"model\.transformer\.fp4 is not supported.*remove it"),
+    ("transformer.fp8=hybrid", 1, r"model\.transformer\.fp8 is set by precision\.fp8_format; set it there"),
+    ("precision.grad_reduce_in_fp32=false", 1, r"grad_reduce_in_fp32=false does nothing with fp32 weights.*remove it"),
+    (
+        "precision=bf16; precision.fp8_recipe=blockwise",
+        1,
+        r"fp8_recipe=blockwise does nothing with .*preset=bf16; remov",
+    ),
+    (
+        "precision.emulate=true",
+        1,
+        r"emulate=true has no FP8 to emulate with .*preset=fp32; set .*fp8_tensorwise or fp8_bl",
+    ),
+    (
+        "EMULATED; precision.fp8_amax_history_len=4",
+        1,
+        r"amax_history_len=4 does nothing with the recipe tensorwise, who",
+    ),
+    (
+        "precision=fp8_delayed; precision.fp8_amax_history_len=0",
+        1,
+        r"amax_history_len=0 must be at least 1; 1024 is usu",
+    ),
+    ("precision=mxfp8; precision.fp8_param_gather=true", 1, r"fp8_param_gather=true with mxfp8 needs .*leave it out"),
+    (
+        "precision=fp8_delayed; precision.first_last_layers_bf16=true",
+        1,
+        r"not possible with delayed scaling.*leave it out",
+    ),
+    (
+        "EMULATED; precision.first_last_layers_bf16=false; precision.num_layers_at_end_in_bf16=2",
+        1,
+        r"num_layers_at_end_in_bf16=2 does nothing with first_last_layers_bf16=false; remove one of them",
+    ),
+    (
+        "EMULATED; PP=2; precision.num_layers_at_end_in_bf16=3",
+        2,
+        r"=1 and .*=3 must lie between 0 and the 2 layers of a",
+    ),
+    ("EMULATED; model.num_layers=2", 1, r"1 layers at the start and 1 at the end in bf16 leave none of .*num_layers=2"),
+    (
+        "precision=fp8_delayed; precision.emulate=true",
+        1,
+        r"knows the recipes tensorwise and blockwise, not delayed; take",
+    ),
+    (
+        "EMULATED; precision.fp8_param_gather=true",
+        1,
+        r"stores FP8 numbers, which an emulation does not have; leave it ou",
+    ),
+    ("EMULATED; model.spec=te", 1, r"emulate=true is of local layers: use model\.spec=local or auto"),
+    ("EMULATED; experts=4", 1, r"emulate=true does not know experts; use a dense model"),
+    (
+        "precision=fp8_tensorwise; model.spec=local",
+        1,
+        r"model\.spec=local would train in bf16 without a word; use .*auto",
+    ),
+    ("precision=fp8_tensorwise; precision.params_dtype=fp32", 1, r"params_dtype=fp32 is for precision\.emulate=true"),
+    (
+        "precision=fp8_tensorwise; model.hidden_size=136",
+        1,
+        r"hidden_size=136 is 136 on each of 1 .*of the 16 .*try 128 or",
+    ),
+    ("precision=fp8_tensorwise; TP=2; model.ffn_hidden_size=400", 2, r"=400 is 200 on each of 2 .*; try 384 or 416"),
+    (
+        "precision=fp8_blockwise; TP=2",
+        2,
+        r"queries of 32 a head make 64 of a tensor-parallel rank's 2 parts.*of 128; change",
+    ),
+    (
+        "precision=fp8_tensorwise; data.sequence_length=126; train.micro_batch_size=2; eval.drafts=0",
+        1,
+        r"micro_batch_size=2 of 126 tokens a rank is not a multiple of the 8 .*; try 4, or another data\.sequence_le",
+    ),
     ("PP=2; transformer.deallocate_pipeline_outputs=true", 2, r"outputs=true is silently wrong on gloo .*leave it out"),
     ("experts=4; transformer.moe_grouped_gemm=true", 1, r"moe_grouped_gemm needs CUDA; on a CPU leave it out"),
     ("transformer.gradient_accumulation_fusion=true", 1, r"needs NVIDIA's apex and CUDA; leave it out"),
@@ -160,13 +244,16 @@ def test_what_cannot_run_is_refused(overrides, world_size, expected, monkeypatch
     assert re.search(expected, refusal(load(overrides), world_size))
 
 
+CHECKED = tuple(module.__file__ for module in (checks, layout_checks, precision_checks))
+
+
 def test_the_table_above_has_every_refusal(monkeypatch):
-    """Each `yield` of a message in the two files of checks must run while the table is checked."""
+    """Each `yield` of a message in the files of check() must run while the table is checked."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     ran: set[tuple[str, int]] = set()
 
     def trace(frame, event, argument):
-        if frame.f_code.co_filename not in (checks.__file__, layout_checks.__file__):
+        if frame.f_code.co_filename not in CHECKED:
             return None
         ran.add((frame.f_code.co_filename, frame.f_lineno))
         return trace
@@ -179,7 +266,7 @@ def test_the_table_above_has_every_refusal(monkeypatch):
             refusal(config, world_size)
     finally:
         sys.settrace(before)
-    for path in (checks.__file__, layout_checks.__file__):
+    for path in CHECKED:
         for node in ast.walk(ast.parse(Path(path).read_text())):
             if isinstance(node, ast.Yield):
                 lines = {(path, line) for line in range(node.lineno, node.end_lineno + 1)}
@@ -195,11 +282,13 @@ def test_several_problems_are_shown_at_once():
 
 
 def test_what_a_gpu_allows():
-    fp8, engine = load("transformer.fp8=e4m3"), load("model.spec=te")
+    fp8, engine = load("precision=fp8_tensorwise"), load("model.spec=te")
     check(fp8, world_size=1, cuda=True, transformer_engine=True)
     check(engine, world_size=1, cuda=True, transformer_engine=True)
+    check(load("TP=2; SP=true; parallel.tp_comm_overlap=true"), world_size=2, cuda=True, transformer_engine=True)
+    check(load("transformer.cuda_graph_impl=local"), world_size=1, cuda=True)
     assert "needs Transformer Engine (pip install" in refusal(engine, cuda=True)
-    assert "fp8/fp4 needs CUDA and Transformer Engine" in refusal(fp8, cuda=True)
+    assert "fp8_tensorwise needs CUDA and Transformer Engine" in refusal(fp8, cuda=True)
     check(load("experts=4; transformer.moe_grouped_gemm=true"), world_size=1, cuda=True)
 
 
@@ -215,6 +304,8 @@ LEGAL = [
     ("optimizer.lr_decay_style=WSD; optimizer.lr_wsd_decay_iters=9; optimizer.lr_warmup_iters=1", 1),
     ("model.recompute_granularity=full; model.recompute_method=uniform; model.recompute_num_layers=1", 1),
     ("data.split=.9,1,1.5", 1),
+    ("EMULATED; TP=2", 2),
+    ("precision=fp8_blockwise; precision.emulate=true; data.sequence_length=127", 1),
 ]
 
 
