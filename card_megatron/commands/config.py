@@ -94,7 +94,5 @@ def found_here(config: RunConfig) -> list[str]:
         "NCCL": machine.nccl,
     }
     found = ", ".join(f"{name} {version or 'none'}" for name, version in versions.items())
-    return [
-        f"machine: {machine.gpus or 'no'} GPUs ({machine.device}); {found}",
-        kernels_line(resolve_kernels(config, machine)),
-    ]
+    devices = f"{machine.gpus} x {machine.device}" if machine.cuda else "no GPU"
+    return [f"machine: {devices}; {found}", kernels_line(resolve_kernels(config, machine))]

@@ -47,7 +47,6 @@ def test_kernels_of_machines(overrides, machine, expected):
     assert {part: kernels[part] for part in expected} == expected
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_here_megatron_takes_what_is_told(build):
     """The modules and the optimizer of a real state, against the record."""
     import torch
