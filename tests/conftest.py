@@ -13,6 +13,10 @@ install()
 
 
 def pytest_collection_modifyitems(items):
+    if capabilities().transformer_engine is None:
+        for item in items:
+            if "te" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs Transformer Engine: make test-te"))
     if "H100" in capabilities().device:
         return
     for item in items:

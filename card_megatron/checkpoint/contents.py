@@ -14,7 +14,10 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.dist_checkpointing.utils import (
+    extract_sharded_tensors_and_factories,
+    force_all_tensors_to_non_fp8,
+)
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
@@ -59,6 +62,7 @@ def to_save(contents: Contents) -> dict[str, Any]:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)  # the gather of updated weights is still to come
     weights = weights_of(contents.model)
+    force_all_tensors_to_non_fp8(weights)  # weights that are stored in FP8 are saved as bf16, which every layer reads
     state = {
         **weights,
         "optimizer": contents.optimizer.sharded_state_dict(weights, is_loading=False, metadata=layout_metadata()),

@@ -54,6 +54,11 @@ def _recipe(config: RunConfig, precision: Precision) -> Iterator[str]:
                 )
     elif precision.fp8_amax_history_len < 1:
         yield f"precision.fp8_amax_history_len={precision.fp8_amax_history_len} must be at least 1; 1024 is usual"
+    if precision.fp8_param_gather and config.checkpoint.init_from is not None:
+        yield (
+            f"checkpoint.init_from={config.checkpoint.init_from} with precision.fp8_param_gather=true would start from "
+            "weights rounded to FP8; set precision.fp8_param_gather=false"
+        )
     if precision.fp8_recipe == "mxfp8" and precision.fp8_param_gather:
         yield (
             "precision.fp8_param_gather=true with mxfp8 needs the gradient buffer for the gathering of weights, and a "

@@ -8,6 +8,7 @@ gated MLPs need no rules of their own here.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Iterator
@@ -24,12 +25,36 @@ RESIDUAL_OUTPUTS = re.compile(r"\.(linear_proj|linear_fc2)\.weight")
 def initialize_keyed(chunks: list[torch.nn.Module], config: TransformerConfig, seed: int) -> None:
     """Fill every matrix of the model in place; norms and biases already are 1 and 0."""
     for chunk in chunks:
-        filled = 0
-        for shard in _matrices(chunk):
-            filled += _fill(shard, config, seed)
+        with _unrounded(chunk):
+            filled = sum(_fill(shard, config, seed) for shard in _matrices(chunk))
         wanted = sum(param.numel() for param in chunk.parameters() if param.dim() >= 2)
         if filled != wanted:
             raise RuntimeError(f"keyed initialisation filled {filled} of {wanted} weights; use model.init=megatron")
+
+
+@contextlib.contextmanager
+def _unrounded(chunk: torch.nn.Module) -> Iterator[None]:
+    """Weights that are stored in FP8 are filled before they are rounded.
+
+    Beside such a weight Transformer Engine keeps what it was drawn as, and Megatron's optimizer takes its fp32 weight
+    from there: filling the weight alone would leave training with Megatron's own initial values.
+    """
+    rounded = [
+        (module, name, param)
+        for module in chunk.modules()
+        for name, param in module.named_parameters(recurse=False)
+        if hasattr(param, "get_high_precision_init_val")
+    ]
+    for module, name, param in rounded:
+        module._parameters[name] = torch.nn.Parameter(param.get_high_precision_init_val())
+    yield
+    for module, name, param in rounded:
+        drawn = module._parameters[name]
+        assert drawn is not None
+        param.get_high_precision_init_val().copy_(drawn.data)
+        with torch.no_grad():
+            param.copy_(drawn.to(param.device))
+        module._parameters[name] = param
 
 
 def _matrices(chunk: torch.nn.Module) -> Iterator[ShardedTensor]:

@@ -179,6 +179,11 @@ REFUSALS = [
         1,
         r"amax_history_len=0 must be at least 1; 1024 is usu",
     ),
+    (
+        "precision=fp8_tensorwise; checkpoint.init_from=x",
+        1,
+        r"init_from=x with .*would start from weights rounded to FP8",
+    ),
     ("precision=mxfp8; precision.fp8_param_gather=true", 1, r"fp8_param_gather=true with mxfp8 needs .*leave it out"),
     (
         "precision=fp8_delayed; precision.first_last_layers_bf16=true",

@@ -197,3 +197,18 @@ def test_zigzag_gives_each_rank_a_piece_from_both_ends():
 def test_what_torch_attention_cannot_do_is_refused():
     with pytest.raises(ValueError, match="window_size needs Transformer Engine"):
         built("--model.transformer.window_size=[4, 0]")
+
+
+def test_what_a_weight_in_fp8_was_drawn_as_is_keyed_too():
+    """Stands in for Transformer Engine's FP8 weights, which need a GPU: a weight with the values it was drawn as."""
+    from card_megatron.model.initialize import initialize_keyed
+
+    model, config = built(), build_transformer_config(configured())
+    expected = {name: value.clone() for name, value in model.state_dict().items() if value is not None}
+    weight = model.decoder.layers[1].mlp.linear_fc1.weight
+    drawn = torch.zeros_like(weight).detach()
+    weight.get_high_precision_init_val = lambda: drawn
+    weight.data.zero_()
+    initialize_keyed([model], config, configured().seed)
+    assert model.decoder.layers[1].mlp.linear_fc1.weight is weight
+    assert torch.equal(drawn, weight) and torch.equal(weight, expected["decoder.layers.1.mlp.linear_fc1.weight"])
