@@ -3,11 +3,13 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help env demo test soak lint format docs bench clean
+.PHONY: help env demo test test-te test-h100 soak lint format docs bench clean
 
 help:
 	@echo "make demo    text -> tokenizer -> tokens -> a trained CARD model -> an export -> text, on this CPU"
 	@echo "make test    the whole test suite"
+	@echo "make test-te   Transformer Engine's layers without a GPU: builds CUDA torch and TE first (8 GB, 15 minutes)"
+	@echo "make test-h100 the tests that need an H100, with a report in build/h100.md"
 	@echo "make soak    20 kills of real runs at random moments, each restarted: nothing may be lost"
 	@echo "make env     only create $(VENV) with everything a CPU user needs"
 	@echo "make lint    ruff, ruff format --check, mypy"
@@ -29,6 +31,16 @@ demo: env
 
 test: env
 	$(BIN)/python -m pytest
+
+test-te:
+	PYTHON=$(PYTHON) tools/te_venv.sh build/te-venv
+	build/te-venv/bin/python -m pytest tests/te
+
+# in the environment that has the GPU's libraries (docs/installation.md): make test-h100 BIN=/usr/bin
+test-h100:
+	mkdir -p build
+	$(BIN)/python -m pytest tests/gpu -m h100 --junitxml=build/h100.xml; status=$$?; \
+	$(BIN)/python -m tests.gpu.report build/h100.xml > build/h100.md; cat build/h100.md; exit $$status
 
 soak: env
 	rm -rf build/soak
@@ -56,6 +68,7 @@ bench: env
 	$(BIN)/python benchmarks/convert.py --check
 	$(BIN)/python benchmarks/decoding.py --check
 	$(BIN)/python benchmarks/evaluation.py --check
+	$(BIN)/python benchmarks/fp8_gap.py --check
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -122,7 +122,7 @@ def gradient_errors(state: Any) -> dict[str, dict[str, float]]:
     recipes = {"tensorwise E5M2": Recipe(E5M2), "tensorwise E4M3": Recipe(E4M3), "blockwise E4M3": Recipe(E4M3, BLOCK)}
     errors: dict[str, list[torch.Tensor]] = {name: [] for name in recipes}
     weights: list[torch.Tensor] = []
-    batch = {}
+    batch: dict[str, torch.Tensor] = {}
 
     def measure(module, grad_input, grad_output) -> None:
         gradient = grad_output[0].flatten(0, 1)  # [S, B, N] -> tokens

@@ -85,6 +85,18 @@ def _fp8(preset: str, recipe: str, machine: Machine) -> Iterator[str]:
         )
 
 
+def require_engine(machine: Machine) -> None:
+    """Raise ConfigError unless a Transformer Engine is here that Megatron-Core works with: for building images."""
+    version = machine.transformer_engine
+    if version is None or not _engine_fits(version):
+        low, high = (".".join(map(str, bound)) for bound in ENGINE_VERSIONS)
+        raise ConfigError(
+            machine.transformer_engine_problem
+            or f"Transformer Engine {version or 'is not here'}: megatron-core 0.16.1 works with {low} up to, not with, "
+            f"{high}; choose another image"
+        )
+
+
 def _engine_fits(version: str) -> bool:
     parts = tuple(int(part) for part in version.split(".")[:2])
     return ENGINE_VERSIONS[0] <= parts < ENGINE_VERSIONS[1]

@@ -91,7 +91,7 @@ class Fp8Linear(torch.autograd.Function):
     """y = x @ w^T, and its gradients, each a product of two rounded matrices."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, w_NK: torch.Tensor, recipe: Recipe, group: Any) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx, x: torch.Tensor, w_NK: torch.Tensor, recipe: Recipe, group: Any) -> torch.Tensor:
         x_TK, weight = x.flatten(0, -2), recipe.weight(w_NK, group)
         rounded = recipe.along_rows(x_TK, E4M3, group)
         again = rounded if recipe.block is None else recipe.along_columns(x_TK, E4M3, group)
@@ -100,7 +100,7 @@ class Fp8Linear(torch.autograd.Function):
         return (rounded @ weight.t()).to(x.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor):  # type: ignore[override]
+    def backward(ctx, grad: torch.Tensor):
         x_TK, weight = ctx.saved_tensors
         recipe, group, grad_TN = ctx.recipe, ctx.group, grad.flatten(0, -2)
         rounded = recipe.along_rows(grad_TN, recipe.gradient, group)

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from card_megatron.config import ConfigError
-from card_megatron.config.machine_checks import hardware_problems, refuse_machine
+from card_megatron.config.machine_checks import hardware_problems, refuse_machine, require_engine
 from card_megatron.platform import Capabilities, capabilities
 from tests.configs import load
 
@@ -96,6 +96,14 @@ def test_several_lacks_are_shown_at_once():
     with pytest.raises(ConfigError) as caught:
         refuse_machine(load("precision=fp8_tensorwise"), machine)
     assert str(caught.value).count("\n  - ") == 3
+
+
+def test_an_image_needs_an_engine_that_fits():
+    require_engine(H100)
+    with pytest.raises(ConfigError, match=r"Transformer Engine 2\.8\.0: .*2\.9 up to, not with, 2\.12; choose another"):
+        require_engine(dataclasses.replace(H100, transformer_engine="2.8.0"))
+    with pytest.raises(ConfigError, match="Transformer Engine is not here"):
+        require_engine(capabilities())
 
 
 # ---------------------------------------------------------------- half-installed libraries, as packages on a path
