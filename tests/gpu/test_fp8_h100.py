@@ -1,4 +1,4 @@
-"""FP8 on a Hopper GPU: kernels, weights kept in FP8, fused Adam, the loss, speed. Skipped, and unverified, elsewhere."""
+"""FP8 on a Hopper GPU: kernels, weights kept in FP8, Adam, loss, speed. Skipped, and unverified, elsewhere."""
 
 from __future__ import annotations
 
