@@ -80,3 +80,15 @@ def test_configurations_of_older_checkpoints_are_read():
     tree = dataclasses.asdict(RunConfig())
     tree["precision"] = {"dtype": "bf16"}
     assert config_from_tree(tree) == RunConfig(precision=PrecisionConfig(preset="bf16"))
+
+
+def test_resuming_an_older_checkpoint_sees_no_change_of_precision():
+    from card_megatron.checkpoint.manifest import Manifest
+    from card_megatron.checkpoint.resume import changes
+
+    ours = dataclasses.asdict(RunConfig(precision=PrecisionConfig(preset="bf16")))
+    theirs = dict(ours, precision={"dtype": "bf16"})
+    older = Manifest(step=1, consumed_samples=1, parameters=1, layout={}, config=theirs, versions={})
+    assert changes(ours, older) == []
+    older.config["precision"] = {"dtype": "fp32"}
+    assert changes(ours, older) == ["precision.preset: 'fp32' -> 'bf16'"]
