@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from card_megatron.config.schema import ModelConfig, ParallelConfig, RunConfig, TrainConfig
 
@@ -47,6 +48,12 @@ def pipeline_layout(model: ModelConfig, parallel: ParallelConfig) -> str | None:
     stages = ["t" * (short + (index in longer)) for index in range(chunks)]
     stages[0], stages[-1] = "E" + stages[0], stages[-1] + "L"
     return "|".join(stages)
+
+
+def unrolled_layout(layout: str) -> str:
+    """A layout string with its repetitions written out: 'Et*2|tL' is 'Ett|tL'."""
+    unrolled = re.sub(r"\(([^)]+)\)\*(\d+)", lambda m: m[1] * int(m[2]), layout.replace(",", ""))
+    return re.sub(r"(.)\*(\d+)", lambda m: m[1] * int(m[2]), unrolled)
 
 
 def batch_size_at(train: TrainConfig, consumed_samples: int) -> int:

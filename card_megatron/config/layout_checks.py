@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from card_megatron.config.derived import (
     pipeline_chunks,
     pipeline_layout,
     total_samples,
+    unrolled_layout,
 )
 from card_megatron.config.precision import resolve_precision
 from card_megatron.config.schema import RunConfig
@@ -147,8 +147,7 @@ def _pipeline_layout(config: RunConfig) -> Iterator[str]:
     if layout is None:
         return
     chunks = pipeline_chunks(config.parallel)
-    unrolled = re.sub(r"\(([^)]+)\)\*(\d+)", lambda m: m[1] * int(m[2]), layout.replace(",", ""))
-    unrolled = re.sub(r"(.)\*(\d+)", lambda m: m[1] * int(m[2]), unrolled)
+    unrolled = unrolled_layout(layout)
     automatic = dataclasses.replace(config.parallel, pipeline_model_parallel_layout=None)
     balanced = pipeline_layout(config.model, automatic)
     remedy = f"e.g. {balanced}" if balanced else "leave it out, and they are balanced"
