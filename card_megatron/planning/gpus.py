@@ -1,0 +1,31 @@
+"""What a GPU and its links can do at best, from NVIDIA's data sheets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from card_megatron.platform.capabilities import PEAK_BF16_FLOPS
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU in a node that is joined by NVLink inside and by one network card a GPU outside."""
+
+    memory: float
+    """Bytes that a process can see."""
+    bf16_flops: float
+    """Dense, a second."""
+    fp8_flops: float | None
+    memory_bandwidth: float
+    nvlink: float
+    """Bytes a second, each way."""
+    network: float
+    """Bytes a second of this GPU's own card, each way."""
+
+
+GPUS = {
+    "h100-80gb": Gpu(79.1 * 2**30, PEAK_BF16_FLOPS["H100"], 1979e12, 3.35e12, 450e9, 50e9),
+    "h200-141gb": Gpu(139.8 * 2**30, PEAK_BF16_FLOPS["H200"], 1979e12, 4.8e12, 450e9, 50e9),
+    "a100-80gb": Gpu(79.1 * 2**30, PEAK_BF16_FLOPS["A100"], None, 2.04e12, 300e9, 25e9),
+}
+"""SXM modules. The speed model is fitted on H100s alone: other GPUs are scaled by their peaks."""
