@@ -13,6 +13,7 @@ from card_megatron.version import __version__
 COMMANDS = {
     "train": ("card_megatron.commands.train", "train a model"),
     "config": ("card_megatron.commands.config", "print a run's resolved configuration, its size and its steps"),
+    "plan": ("card_megatron.commands.plan", "rank the layouts of a run by memory, speed and cost, before it runs"),
     "status": ("card_megatron.commands.status", "how a run stands: step, loss, time left, restarts, slow ranks"),
     "doctor": ("card_megatron.commands.doctor", "is this machine, or this cluster, fit for a run?"),
     "checkpoint": ("card_megatron.commands.checkpoint", "list, inspect or verify what a run has saved"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,44 @@ def figures() -> list[Figure]:
         for source, rows in data["rows"].items()
         for number, row in enumerate(rows)
     ]
+
+
+def describe() -> Iterator[str]:
+    """The slowdowns fitted anew beside those in use, and the error of every figure; held-out ones last."""
+    given = figures()
+    for name, source in sources().items():
+        yield f"{name}: {source['title']}\n  {source['url']}" + (f"\n  {source['note']}" if "note" in source else "")
+    yield ""
+    fitted = fit([figure for figure in given if not figure.held_out])
+    yield "slowdown, fitted now and in use: " + ", ".join(
+        f"{kind} {value:.3f} {(SLOWDOWN | OLD)[kind]:.3f}" for kind, value in fitted.items()
+    )
+    for held_out, title in ((False, "fitted"), (True, "held out")):
+        part = [figure for figure in given if figure.held_out == held_out]
+        yield f"\n{title:<18} {'model':<14}{'GPUs':>5} {'TP PP VPP CP':<13}{'mbs':>4}{'sequence':>9} {'precision':<15}" + (
+            f"{'published':>10}{'predicted':>10}{'error':>8}"
+        )
+        yield from (_line(figure) for figure in part)
+        errors = [abs(figure.error) for figure in part]
+        yield f"{len(part)} {title}: mean error {np.mean(errors):.1%}, largest {max(errors):.1%}"
+
+
+def _line(figure: Figure) -> str:
+    parallel, config = figure.config.parallel, figure.config
+    layout = " ".join(
+        str(size or 1)
+        for size in (
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            parallel.virtual_pipeline_model_parallel_size,
+            parallel.context_parallel_size,
+        )
+    )
+    return (
+        f"{figure.source:<18} {figure.model:<14}{figure.cluster.gpus:>5} {layout:<13}{config.train.micro_batch_size:>4}"
+        f"{config.data.sequence_length:>9} {config.precision.preset:<15}{figure.tokens_per_second:>10,.0f}"
+        f"{figure.tokens_per_second * (1 + figure.error):>10,.0f}{figure.error:>+8.1%}"
+    )
 
 
 def fit(given: list[Figure]) -> dict[str, float]:

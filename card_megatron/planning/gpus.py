@@ -15,6 +15,8 @@ class Gpu:
     """Bytes that a process can see."""
     bf16_flops: float
     """Dense, a second."""
+    fp32_flops: float
+    """Without tensor cores, as torch multiplies fp32 unless it is told otherwise."""
     fp8_flops: float | None
     memory_bandwidth: float
     nvlink: float
@@ -24,8 +26,8 @@ class Gpu:
 
 
 GPUS = {
-    "h100-80gb": Gpu(79.1 * 2**30, PEAK_BF16_FLOPS["H100"], 1979e12, 3.35e12, 450e9, 50e9),
-    "h200-141gb": Gpu(139.8 * 2**30, PEAK_BF16_FLOPS["H200"], 1979e12, 4.8e12, 450e9, 50e9),
-    "a100-80gb": Gpu(79.1 * 2**30, PEAK_BF16_FLOPS["A100"], None, 2.04e12, 300e9, 25e9),
+    "h100-80gb": Gpu(79.1 * 2**30, PEAK_BF16_FLOPS["H100"], 67e12, 1979e12, 3.35e12, 450e9, 50e9),
+    "h200-141gb": Gpu(139.8 * 2**30, PEAK_BF16_FLOPS["H200"], 67e12, 1979e12, 4.8e12, 450e9, 50e9),
+    "a100-80gb": Gpu(79.1 * 2**30, PEAK_BF16_FLOPS["A100"], 19.5e12, None, 2.04e12, 300e9, 25e9),
 }
 """SXM modules. The speed model is fitted on H100s alone: other GPUs are scaled by their peaks."""

@@ -108,7 +108,8 @@ def _micro_batch(
     """Ideal seconds of one micro-batch, forwards and backwards, through one pipeline stage."""
     gpu, model, tokens = cluster.gpu, config.model, sizes.tokens
     number, layers = BYTES[precision.params_dtype], len(stage.layers)
-    in_fp8 = sum(precision.in_fp8(layer, model.num_layers) for layer in stage.layers)
+    in_fp8 = sum(precision.hardware_fp8 and precision.in_fp8(layer, model.num_layers) for layer in stage.layers)
+    peak = gpu.bf16_flops if precision.params_dtype == "bf16" else gpu.fp32_flops
     again = 1 + _recomputed(config, layers) / layers / 3  # passes over a layer: a forward is a third of its work
     around_attention = (2 * sizes.query + 2 * sizes.key) * (1 + TILE / sizes.query)
     around_activation = (sizes.gate + 1) * sizes.ffn * (1 + TILE / sizes.ffn)
@@ -118,7 +119,6 @@ def _micro_batch(
     around_matrices, ring = _link_seconds(sizes, number, cluster)
     # without tp_comm_overlap only the backward pass of the matrices before attention and activation hides anything
     hidden = around_matrices if model.transformer.get("tp_comm_overlap") else 0.4 * around_matrices
-    bf16_layers = layers - (in_fp8 if gpu.fp8_flops else 0)
     bytes_moved = again * (layers * layer_traffic(sizes, number) + in_fp8 * fp8_traffic(sizes))
     # a weight is read forwards and backwards, its gradient read and written, whatever the micro-batch's size
     linear, other = parameters(model, sizes, stage, pipelined=config.parallel.pipeline_model_parallel_size > 1)
@@ -126,9 +126,9 @@ def _micro_batch(
     if stage.last:
         bytes_moved += tokens * sizes.vocab * LOGIT_PASSES
     return dict(
-        matrices=(bf16_layers * matrices + head) / gpu.bf16_flops,
-        fp8_matrices=(layers - bf16_layers) * matrices / (gpu.fp8_flops or gpu.bf16_flops),
-        attention=layers * causal / gpu.bf16_flops,
+        matrices=((layers - in_fp8) * matrices + head) / peak,
+        fp8_matrices=in_fp8 * matrices / (gpu.fp8_flops or peak),
+        attention=layers * causal / peak,
         traffic=bytes_moved / gpu.memory_bandwidth,
         links=layers * again * (hidden + ring) + _pipeline_seconds(config, sizes, number, cluster),
         exposed=layers * again * (around_matrices - hidden),
