@@ -39,7 +39,9 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("--gpu-mtbf-hours", type=positive, default=GPU_MTBF_HOURS, help="Between failures of one GPU.")
     parser.add_argument("--save-seconds", type=positive, default=10.0, help="Training time that one save costs.")
     parser.add_argument("--restart-minutes", type=positive, default=10.0, help="From a failure to the next step.")
-    parser.add_argument("--calibration", action="store_true", help="Fit on published figures, list the errors on others.")
+    parser.add_argument(
+        "--calibration", action="store_true", help="Fit on published figures, list the errors on others."
+    )
     config, options = load_config(arguments, parser)
     if options.calibration:
         from card_megatron.planning.calibration import describe

@@ -93,8 +93,9 @@ def describe() -> Iterator[str]:
     )
     for held_out, title in ((False, "fitted"), (True, "held out")):
         part = [figure for figure in given if figure.held_out == held_out]
-        yield f"\n{title:<18} {'model':<14}{'GPUs':>5} {'TP PP VPP CP':<13}{'mbs':>4}{'sequence':>9} {'precision':<15}" + (
-            f"{'published':>10}{'predicted':>10}{'error':>8}"
+        yield (
+            f"\n{title:<18} {'model':<14}{'GPUs':>5} {'TP PP VPP CP':<13}{'mbs':>4}{'sequence':>9} {'precision':<15}"
+            + (f"{'published':>10}{'predicted':>10}{'error':>8}")
         )
         yield from (_line(figure) for figure in part)
         errors = [abs(figure.error) for figure in part]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from card_megatron.platform.capabilities import PEAK_BF16_FLOPS
-
 
 @dataclass(frozen=True)
 class Gpu:
@@ -26,8 +24,8 @@ class Gpu:
 
 
 GPUS = {
-    "h100-80gb": Gpu(79.1 * 2**30, PEAK_BF16_FLOPS["H100"], 67e12, 1979e12, 3.35e12, 450e9, 50e9),
-    "h200-141gb": Gpu(139.8 * 2**30, PEAK_BF16_FLOPS["H200"], 67e12, 1979e12, 4.8e12, 450e9, 50e9),
-    "a100-80gb": Gpu(79.1 * 2**30, PEAK_BF16_FLOPS["A100"], 19.5e12, None, 2.04e12, 300e9, 25e9),
+    "h100-80gb": Gpu(79.1 * 2**30, 989e12, 67e12, 1979e12, 3.35e12, 450e9, 50e9),
+    "h200-141gb": Gpu(139.8 * 2**30, 989e12, 67e12, 1979e12, 4.8e12, 450e9, 50e9),
+    "a100-80gb": Gpu(79.1 * 2**30, 312e12, 19.5e12, None, 2.04e12, 300e9, 25e9),
 }
 """SXM modules. The speed model is fitted on H100s alone: other GPUs are scaled by their peaks."""

@@ -117,7 +117,7 @@ def candidates(config: RunConfig, cluster: Cluster) -> Iterator[RunConfig]:
     context = [size for size in doubled if size <= 16]
     micro = [size for size in (1, 2, 4, 8, 16, 32, 64, 128) if size <= config.train.global_batch_size]
     for tp, pp, cp, rows in itertools.product(tensor, pipeline, context, micro):
-        if tp * pp * cp > cluster.gpus:
+        if cluster.gpus % (tp * pp * cp):
             continue
         virtual = [None]
         if pp > 1:
@@ -154,7 +154,6 @@ def recompute_choices(config: RunConfig) -> list[ModelConfig]:
 def _rule(problem: str) -> str:
     """The rule without the values that broke it, so that equal rules count together."""
     words = {
-        "cannot hold": "the ranks do not divide into replicas",
         "num_attention_heads": "heads do not divide among tensor-parallel ranks",
         "ffn_hidden_size": "the MLP does not divide among tensor-parallel ranks",
         "padded vocabulary": "the vocabulary does not divide among tensor-parallel ranks",

@@ -101,9 +101,7 @@ def parameters(model: ModelConfig, sizes: Sizes, stage: Stage, *, pipelined: boo
     return layers * matrices, layers * small + tables + (norm if stage.last else 0)
 
 
-def saved(
-    config: RunConfig, sizes: Sizes, stage: Stage, in_fp8: list[bool], *, engine: bool
-) -> tuple[float, float]:
+def saved(config: RunConfig, sizes: Sizes, stage: Stage, in_fp8: list[bool], *, engine: bool) -> tuple[float, float]:
     """(bytes of activations, bytes of logits) that autograd keeps at the stage's peak."""
     model, number = config.model, BYTES[resolve_precision(config.precision).params_dtype]
     whole = [sum(saved_by_layer(model, sizes, number, engine=engine, fp8=fp8).values()) for fp8 in in_fp8]

@@ -55,9 +55,7 @@ def table(layouts: list[Layout]) -> Iterator[str]:
     widths = (3, 4, 4, 4, 5, 4, 11, 6, 13, 6, 10, 11)
     yield "  #" + "".join(f"{name:>{width}}" for name, width in zip(COLUMNS, widths, strict=True))
     for number, layout in enumerate(layouts, 1):
-        yield f"{number:>3}" + "".join(
-            f"{value:>{width}}" for value, width in zip(_row(layout), widths, strict=True)
-        )
+        yield f"{number:>3}" + "".join(f"{value:>{width}}" for value, width in zip(_row(layout), widths, strict=True))
 
 
 def _row(layout: Layout) -> tuple[str, ...]:

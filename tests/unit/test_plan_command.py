@@ -1,0 +1,180 @@
+"""`card plan`: what it prints, what it refuses, and what it does to a user's file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from card_megatron.cli import main
+from card_megatron.commands.plan import run
+from card_megatron.config import ConfigError, load_config
+from card_megatron.planning.write import edited, replace_file
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
+H100 = [f"card_{size}_h100_{precision}" for size in ("1b", "7b") for precision in ("bf16", "fp8")]
+
+USERS_FILE = """\
+# my run
+preset: 1b  # the paper's
+run_dir: runs/mine
+train: {micro_batch_size: 64, global_batch_size: 512}  # far too large
+
+parallel:
+    # tried on Tuesday
+    tensor_model_parallel_size: 4   # four
+    sequence_parallel: true
+data: {mock: true}
+"""
+
+
+def plan(capsys, *arguments: str) -> str:
+    run(list(arguments))
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", H100)
+def test_an_h100_example_has_the_layout_that_is_planned_for_64_gpus_and_passes_the_checks(name, capsys, monkeypatch):
+    monkeypatch.chdir(EXAMPLES.parents[1])
+    path = f"examples/configs/{name}.yaml"
+    printed = plan(capsys, "--config", path, "--gpus", "64", "--top", "1", "--json")
+    best = json.loads(printed)["layouts"][0]
+    config, _ = load_config([f"--config={path}"])
+    assert best["fits"]
+    assert best["micro_batch_size"] == config.train.micro_batch_size
+    for field in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        assert best[field] == getattr(config.parallel, field)
+    main(["config", "--config", path, "--nproc", "64"])
+    assert "# ranks: 64 = tensor 1" in capsys.readouterr().out
+
+
+def test_a_preset_alone_can_be_planned_and_every_number_is_there(capsys):
+    printed = plan(capsys, "--preset", "1b", "--gpus", "8", "--top", "3")
+    for words in (
+        "1,011,847,680 parameters",
+        "6.69 GFLOPs",
+        "300,000,",
+        "tokens/s/GPU",
+        "GPU-hours",
+        "MFU",
+        "legal layouts",
+    ):
+        assert words in printed
+    for item in ("weights", "gradients", "optimizer", "average", "activations", "logits", "workspace", "KV cache 0.0"):
+        assert item in printed
+    assert "with recompute: none" in printed and "selective" in printed and "full" in printed
+    assert "advice: precision.preset=fp8_tensorwise" in printed
+    assert [line.split()[0] for line in printed.split("GPU-hours\n")[1].split("\n\n")[0].splitlines()] == [
+        "1",
+        "2",
+        "3",
+    ]
+
+
+def test_json_hours_follow_from_tokens_and_speed(capsys):
+    told = json.loads(plan(capsys, "--preset=1b", "--gpus=16", "--json", "--top=5", "--gpus-per-node=4"))
+    assert len(told["layouts"]) == 5 and told["gpus_per_node"] == 4
+    for layout in told["layouts"]:
+        seconds = told["tokens"] / (layout["tokens_per_second_per_gpu"] * told["gpus"])
+        assert layout["hours"] == pytest.approx(seconds / 3600)
+        assert layout["gpu_hours"] == pytest.approx(16 * layout["hours"])
+        assert layout["bytes"]["total"] == pytest.approx(sum(layout["bytes"].values()) / 2)
+        assert set(layout["bytes_by_recompute"]) == {"none", "selective", "full"}
+
+
+def test_calibration_lists_every_held_out_error(capsys):
+    printed = plan(capsys, "--calibration")
+    assert "23 held out: mean error 4.2%, largest 11.3%" in printed
+    assert printed.count("https://github.com/") == 6
+
+
+def test_goodput_marks_the_best_and_the_configured_interval(capsys):
+    printed = plan(
+        capsys, "--preset=1b", "--gpus=512", "--goodput", "--checkpoint.interval_minutes=30", "--save-seconds=20"
+    )
+    assert "a failure every 99.0 hours" in printed
+    assert [line for line in printed.splitlines() if line.endswith("configured")][0].split()[0] == "30.0"
+    assert "best" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset=1b"], "--gpus is missing"),
+        (["--preset=1b", "--gpus=0"], "give 1 or more"),
+        (["--preset=1b", "--gpus=8", "--write"], "--write needs one --config"),
+        (["--gpus=8", "--train.train_iters=5"], "model.vocab_size is not known"),
+        (["--preset=1b", "--gpus=8", "--model.num_moe_experts=8"], "dense models only"),
+        (
+            ["--preset=1b", "--gpus=8", "--gpu=a100-80gb", "--precision.preset=fp8_tensorwise"],
+            "does not run on a100-80gb",
+        ),
+        (["--preset=1b", "--gpus=8", "--precision.preset=mxfp8"], "Blackwell"),
+        (["--preset=1b", "--gpus=8", "--model.num_attention_heads=7"], "not a multiple"),
+        (["--preset=1b", "--gpus=8", "--gpu=v100"], "h100-80gb"),
+        (["--preset=1b", "--gpus=8", "--goodput", "--save-seconds=-1"], "not a positive number"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_the_rule(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        run(arguments)
+
+
+def test_the_best_layout_is_written_and_all_else_stays(tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    path.write_text(USERS_FILE)
+    path.chmod(0o640)
+    printed = plan(capsys, "--config", str(path), "--gpus", "64", "--write")
+    text = path.read_text()
+    assert "train.micro_batch_size=8" in printed
+    assert text == USERS_FILE.replace("micro_batch_size: 64", "micro_batch_size: 8").replace(
+        "    # tried on Tuesday\n    tensor_model_parallel_size: 4   # four\n    sequence_parallel: true\n",
+        "    # tried on Tuesday\n    overlap_param_gather: true\n    overlap_grad_reduce: true\n"
+        "    tensor_model_parallel_size: 1   # four\n    sequence_parallel: false\n",
+    )
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert os.listdir(tmp_path) == ["mine.yaml"]
+    assert "has this layout already" in plan(capsys, "--config", str(path), "--gpus", "64", "--write")
+    assert path.read_text() == text
+
+
+def test_a_layout_that_the_file_alone_would_not_allow_is_not_written(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(USERS_FILE.replace("512", "510"))
+    with pytest.raises(ConfigError, match="is left as it was: train.global_batch_size=510 .* belong into the file too"):
+        run(["--config", str(path), "--gpus", "64", "--train.global_batch_size=512", "--write"])
+    assert path.read_text() == USERS_FILE.replace("512", "510")
+    assert os.listdir(tmp_path) == ["mine.yaml"]
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "mine.yaml"
+    path.write_text("old")
+    link = tmp_path / "link.yaml"
+    link.symlink_to(path)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+        with pytest.raises(OSError):
+            replace_file(link, "new")
+    assert path.read_text() == "old"
+    replace_file(link, "new")
+    assert path.read_text() == "new" and link.is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["link.yaml", "mine.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("seed: 1", "seed: 1\ntrain:\n  micro_batch_size: 2\n"),
+        (
+            "train:\n  # why\n  global_batch_size: 8 # so\n",
+            "train:\n  # why\n  micro_batch_size: 2\n  global_batch_size: 8 # so\n",
+        ),
+        ("train: {global_batch_size: 8}\n", "train: {global_batch_size: 8, micro_batch_size: 2}\n"),
+        ("train:\n  micro_batch_size: null  # none\nseed: 1\n", "train:\n  micro_batch_size: 2  # none\nseed: 1\n"),
+    ],
+)
+def test_a_value_changes_where_it_stands_or_joins_its_section(before, after):
+    assert edited(before, {"train.micro_batch_size": 2}) == after
