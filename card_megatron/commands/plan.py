@@ -22,8 +22,8 @@ from card_megatron.planning.layouts import FIELDS, Layout, estimate, search
 from card_megatron.planning.speed import Cluster
 from card_megatron.planning.write import edited, replace_file
 
-DESCRIPTION = """Rank every legal layout of a run on these GPUs by its expected speed, with the memory of the fullest GPU
-by item, MFU, hours and GPU-hours of the token budget. Nothing is started and no GPU is needed. docs/scaling.md says what
+DESCRIPTION = """Rank every legal layout of a run on these GPUs by expected speed, with the memory of the fullest GPU
+by item, MFU, hours and GPU-hours of the token budget. Nothing is started, no GPU is needed. docs/scaling.md says what
 the numbers rest on."""
 
 
@@ -102,7 +102,7 @@ def plannable(config: RunConfig, gpu: str) -> RunConfig:
         raise ConfigError("model.vocab_size is not known without data.tokenizer; give either")
     if config.model.num_moe_experts is not None:
         raise ConfigError(
-            f"model.num_moe_experts={config.model.num_moe_experts}: card plan knows dense models only; leave experts out"
+            f"model.num_moe_experts={config.model.num_moe_experts}: card plan knows dense models only; leave it out"
         )
     precision = resolve_precision(config.precision)
     if precision.hardware_fp8 and (GPUS[gpu].fp8_flops is None or precision.fp8_recipe == "mxfp8"):

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from card_megatron.config.derived import data_parallel_size
 from card_megatron.config.layout_checks import batch_problems, layout_problems
@@ -119,7 +120,7 @@ def candidates(config: RunConfig, cluster: Cluster) -> Iterator[RunConfig]:
     for tp, pp, cp, rows in itertools.product(tensor, pipeline, context, micro):
         if cluster.gpus % (tp * pp * cp):
             continue
-        virtual = [None]
+        virtual: list[int | None] = [None]
         if pp > 1:
             virtual += [size for size in range(2, 13) if config.model.num_layers >= pp * size]
         for vpp in virtual:
@@ -144,7 +145,8 @@ def recompute_choices(config: RunConfig) -> list[ModelConfig]:
     """Nothing, the attention core, a quarter, a half and three quarters of the layers, all of them."""
     longest = max(len(chunk) for chunk in chunks_of_layers(config.model, config.parallel))
     some = sorted({-(-longest * quarters // 4) for quarters in (1, 2, 3)} - {longest})
-    choices = [(None, None, None), ("selective", None, None), *(("full", "block", count) for count in some)]
+    choices: list[tuple[Any, Any, int | None]] = [(None, None, None), ("selective", None, None)]
+    choices += [("full", "block", count) for count in some]
     return [
         replace(config.model, recompute_granularity=kind, recompute_method=method, recompute_num_layers=count)
         for kind, method, count in [*choices, ("full", "uniform", 1)]

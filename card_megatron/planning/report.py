@@ -38,7 +38,8 @@ def hours(layout: Layout) -> float:
 def head(config: RunConfig, cluster: Cluster, gpu: str) -> Iterator[str]:
     """The numbers that no layout changes."""
     flops, tokens = flops_per_token(config.model, config.data.sequence_length), total_tokens(config)
-    yield f"model    {parameter_count(config.model):,} parameters, {flops / 1e9:.2f} GFLOPs a token, forwards and backwards"
+    count = parameter_count(config.model)
+    yield f"model    {count:,} parameters, {flops / 1e9:.2f} GFLOPs a token, forwards and backwards"
     batch = config.train.global_batch_size * config.data.sequence_length
     yield f"run      {tokens:,} tokens in {total_steps(config):,} steps of {batch:,}: {tokens * flops:.2e} FLOPs"
     yield (
@@ -171,8 +172,8 @@ def goodput(layout: Layout, failures: Failures) -> Iterator[str]:
         share = simulated_goodput(interval, failures)
         marks = [mark for mark, at in ((" best", best), (" configured", configured)) if at == interval]
         yield (
-            f"{interval / 60:>8.1f}{share:>11.2%}{expected_goodput(interval, failures):>10.2%}{hours(layout) / share:>18,.1f}"
-            + "".join(marks)
+            f"{interval / 60:>8.1f}{share:>11.2%}{expected_goodput(interval, failures):>10.2%}"
+            f"{hours(layout) / share:>18,.1f}" + "".join(marks)
         )
 
 
@@ -190,10 +191,10 @@ def refuse_empty(found: Search, cluster: Cluster, gpu: str) -> None:
     if found.fitting:
         return
     if found.too_large:
-        smallest = found.too_large[0]
+        smallest, usable = found.too_large[0], USABLE * cluster.gpu.memory / GIB
         raise ConfigError(
-            f"none of {len(found.too_large):,} layouts fits {cluster.gpus} x {gpu}: the smallest needs {needs(smallest)} "
-            f"of {USABLE * cluster.gpu.memory / GIB:.1f} GiB usable, mostly {largest_item(smallest)}; take more GPUs "
+            f"none of {len(found.too_large):,} layouts fits {cluster.gpus} x {gpu}: the smallest needs "
+            f"{needs(smallest)} of {usable:.1f} GiB usable, mostly {largest_item(smallest)}; take more GPUs "
             "(--gpus), larger ones (--gpu h200-141gb), a shorter data.sequence_length or a smaller model"
         )
     rule, layouts = found.refused.most_common(1)[0]

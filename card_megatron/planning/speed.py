@@ -27,7 +27,7 @@ SLOWDOWN = {
     "exposed": 1.25,
 }
 """Measured over ideal seconds of each kind of work. `card plan --calibration` fits all but the last anew, and lists the
-errors; the last, four fifths of a link's bandwidth where nothing hides it, is assumed: published runs hide all they can."""
+errors. The last, four fifths of a link's bandwidth where nothing hides it, is assumed: published runs hide it."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from card_megatron.config.errors import ConfigError
 def edited(text: str, changes: dict[str, Any]) -> str:
     """A YAML document with `section.key` set to new values; comments and order stay."""
     for key, value in changes.items():
-        text = _set(text, *key.split("."), _scalar(value))
+        section, name = key.split(".")
+        text = _set(text, section, name, _scalar(value))
     return text
 
 
@@ -52,8 +53,8 @@ def replace_file(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(unfinished, path.stat().st_mode)
-        os.replace(unfinished, path)
+        Path(unfinished).chmod(path.stat().st_mode)
+        Path(unfinished).replace(path)
     except BaseException:
         Path(unfinished).unlink(missing_ok=True)
         raise

@@ -30,7 +30,7 @@ LAYOUTS = {
     2: [f"{SMALL}; {it}" for it in (
         "TP=2", "TP=2; SP=true", "PP=2", "PP=2; VPP=2", "CP=2", f"CP=2; {SELECTIVE}", f"TP=2; SP=true; {FULL}",
         f"PP=2; {FULL}", "ema.decay=0.99", f"TP=2; SP=true; {BF16}", f"PP=2; model.num_layers=5; {UNTIED}")],
-    4: [f"{SMALL}; {it}" for it in ("TP=2; SP=true; PP=2", "CP=2; PP=2", "TP=2; CP=2; SP=true", "PP=4; ema.decay=0.99")],
+    4: [f"{SMALL}; {it}" for it in ("TP=2; SP=true; PP=2", "CP=2; PP=2", "TP=2; CP=2", "PP=4; ema.decay=0.99")],
 }  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def test_goodput_marks_the_best_and_the_configured_interval(capsys):
         capsys, "--preset=1b", "--gpus=512", "--goodput", "--checkpoint.interval_minutes=30", "--save-seconds=20"
     )
     assert "a failure every 99.0 hours" in printed
-    assert [line for line in printed.splitlines() if line.endswith("configured")][0].split()[0] == "30.0"
+    assert next(line for line in printed.splitlines() if line.endswith("configured")).split()[0] == "30.0"
     assert "best" in printed
 
 
@@ -135,7 +135,7 @@ def test_the_best_layout_is_written_and_all_else_stays(tmp_path, capsys):
         "    tensor_model_parallel_size: 1   # four\n    sequence_parallel: false\n",
     )
     assert path.stat().st_mode & 0o777 == 0o640
-    assert os.listdir(tmp_path) == ["mine.yaml"]
+    assert list(tmp_path.iterdir()) == [path]
     assert "has this layout already" in plan(capsys, "--config", str(path), "--gpus", "64", "--write")
     assert path.read_text() == text
 
@@ -143,10 +143,12 @@ def test_the_best_layout_is_written_and_all_else_stays(tmp_path, capsys):
 def test_a_layout_that_the_file_alone_would_not_allow_is_not_written(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(USERS_FILE.replace("512", "510"))
-    with pytest.raises(ConfigError, match="is left as it was: train.global_batch_size=510 .* belong into the file too"):
+    with pytest.raises(
+        ConfigError, match=r"is left as it was: train.global_batch_size=510 .* belong into the file too"
+    ):
         run(["--config", str(path), "--gpus", "64", "--train.global_batch_size=512", "--write"])
     assert path.read_text() == USERS_FILE.replace("512", "510")
-    assert os.listdir(tmp_path) == ["mine.yaml"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
@@ -155,13 +157,13 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     link = tmp_path / "link.yaml"
     link.symlink_to(path)
     with monkeypatch.context() as broken:
-        broken.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+        broken.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("no space")))
         with pytest.raises(OSError):
             replace_file(link, "new")
     assert path.read_text() == "old"
     replace_file(link, "new")
     assert path.read_text() == "new" and link.is_symlink()
-    assert sorted(os.listdir(tmp_path)) == ["link.yaml", "mine.yaml"]
+    assert sorted(tmp_path.iterdir()) == [link, path]
 
 
 @pytest.mark.parametrize(

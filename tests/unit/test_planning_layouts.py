@@ -101,5 +101,5 @@ def test_a_model_that_fits_nowhere_is_refused_with_what_would_help():
 
 
 def test_a_batch_that_no_layout_divides_is_refused_with_the_rule():
-    with pytest.raises(ConfigError, match="no layout .* legal on 56 GPUs: .*global batch.*train.global_batch_size"):
+    with pytest.raises(ConfigError, match=r"no layout .* legal on 56 GPUs: .*global batch.*train.global_batch_size"):
         refuse_empty(search(load(f"{RUN}; train.global_batch_size=5"), cluster(56)), cluster(56), "h100-80gb")

@@ -1,4 +1,4 @@
-"""The speed model: fitted on one half of the published figures, judged on the other, and sound where it is not fitted."""
+"""The speed model: fitted on half of the published figures, judged on the others, sound where it is not fitted."""
 
 from __future__ import annotations
 
