@@ -84,10 +84,19 @@ def test_json_hours_follow_from_tokens_and_speed(capsys):
         assert set(layout["bytes_by_recompute"]) == {"none", "selective", "full"}
 
 
+@pytest.mark.parametrize("gpus", [8, 64, 512])
+def test_docs_scaling_quotes_what_is_printed(gpus, capsys, monkeypatch):
+    monkeypatch.chdir(EXAMPLES.parents[1])
+    config = "examples/configs/card_1b_h100_bf16.yaml"
+    printed = plan(capsys, "--config", config, "--gpus", str(gpus), "--top", "5")
+    assert printed in Path("docs/scaling.md").read_text()
+
+
 def test_calibration_lists_every_held_out_error(capsys):
     printed = plan(capsys, "--calibration")
     assert "23 held out: mean error 4.2%, largest 11.3%" in printed
     assert printed.count("https://github.com/") == 6
+    assert printed[printed.index("held out  ") :] in (EXAMPLES.parents[1] / "docs" / "scaling.md").read_text()
 
 
 def test_goodput_marks_the_best_and_the_configured_interval(capsys):
