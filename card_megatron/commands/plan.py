@@ -11,14 +11,13 @@ from typing import Any
 
 from card_megatron.config.checks import check
 from card_megatron.config.errors import ConfigError
-from card_megatron.config.layout_checks import batch_problems, layout_problems
 from card_megatron.config.load import config_parser, load_config, rank_count
 from card_megatron.config.precision import resolve_precision
 from card_megatron.config.schema import DataConfig, ParallelConfig, RunConfig
 from card_megatron.planning import report
 from card_megatron.planning.goodput import GPU_MTBF_HOURS, Failures
 from card_megatron.planning.gpus import GPUS
-from card_megatron.planning.layouts import FIELDS, Layout, estimate, search
+from card_megatron.planning.layouts import FIELDS, Layout, estimate, layout_rules, search
 from card_megatron.planning.speed import Cluster
 from card_megatron.planning.write import edited, replace_file
 
@@ -124,7 +123,7 @@ def plannable(config: RunConfig, gpu: str) -> RunConfig:
 
 
 def _as_configured(config: RunConfig, cluster: Cluster) -> Iterator[str]:
-    problems = [*layout_problems(config, cluster.gpus), *batch_problems(config, cluster.gpus)]
+    problems = layout_rules(config, cluster.gpus)
     if problems:
         yield f"not legal on {cluster.gpus} GPUs: {problems[0]}"
         return
@@ -160,7 +159,7 @@ def write_layout(path: Path, layout: Layout) -> dict[str, Any]:
     finally:
         draft.unlink(missing_ok=True)
     wrong = [key for key in FIELDS if _field(after, key) != _field(layout.config, key)]
-    problems = [*layout_problems(after, layout.cluster.gpus), *batch_problems(after, layout.cluster.gpus)]
+    problems = layout_rules(after, layout.cluster.gpus)
     if wrong or problems:
         reason = f"{wrong[0]} would not take its value" if wrong else problems[0]
         raise ConfigError(

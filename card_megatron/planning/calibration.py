@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -164,12 +164,13 @@ def _model(layers, hidden, ffn, heads, groups, vocabulary, activation, tied) -> 
 def _figure(source: str, models: dict[str, ModelConfig], row: list[Any], *, held_out: bool) -> Figure:
     name, gpus, batch, micro_batch, sequence, tp, pp, cp, vpp, preset, figure = row
     config = RunConfig(
-        model=replace(models[name], transformer=dict(tp_comm_overlap=tp > 1)),
+        model=models[name],
         data=DataConfig(sequence_length=sequence),
         train=TrainConfig(global_batch_size=batch, micro_batch_size=micro_batch),
         parallel=ParallelConfig(
             tensor_model_parallel_size=tp,
             sequence_parallel=tp > 1,
+            tp_comm_overlap=tp > 1,
             pipeline_model_parallel_size=pp,
             virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
             context_parallel_size=cp,

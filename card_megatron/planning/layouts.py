@@ -10,6 +10,7 @@ from typing import Any
 
 from card_megatron.config.derived import data_parallel_size
 from card_megatron.config.layout_checks import batch_problems, layout_problems
+from card_megatron.config.precision_checks import precision_problems
 from card_megatron.config.schema import ModelConfig, RunConfig
 from card_megatron.planning.memory import Memory, memory
 from card_megatron.planning.sizes import chunks_of_layers
@@ -92,7 +93,7 @@ def search(config: RunConfig, cluster: Cluster) -> Search:
     """All layouts of powers of two (and the GPUs of a node for tensor parallelism), judged."""
     fitting, too_large, refused = [], [], Counter[str]()
     for candidate in candidates(config, cluster):
-        problems = [*layout_problems(candidate, cluster.gpus), *batch_problems(candidate, cluster.gpus)]
+        problems = layout_rules(candidate, cluster.gpus)
         if problems:
             refused[_rule(problems[0])] += 1
             continue
@@ -108,6 +109,11 @@ def search(config: RunConfig, cluster: Cluster) -> Search:
     fitting.sort(key=lambda layout: (-layout.tokens_per_second, layout.memory.total))
     too_large.sort(key=lambda layout: layout.memory.total)
     return Search(fitting, too_large, refused)
+
+
+def layout_rules(config: RunConfig, gpus: int) -> list[str]:
+    """The rules of `card train` that a layout can break: those of ranks, of batches, and of FP8's sizes per rank."""
+    return [*layout_problems(config, gpus), *batch_problems(config, gpus), *precision_problems(config)]
 
 
 def candidates(config: RunConfig, cluster: Cluster) -> Iterator[RunConfig]:
@@ -131,6 +137,7 @@ def candidates(config: RunConfig, cluster: Cluster) -> Iterator[RunConfig]:
                     config.parallel,
                     tensor_model_parallel_size=tp,
                     sequence_parallel=tp > 1,
+                    tp_comm_overlap=config.parallel.tp_comm_overlap and tp > 1,
                     pipeline_model_parallel_size=pp,
                     virtual_pipeline_model_parallel_size=vpp,
                     pipeline_model_parallel_layout=None,
@@ -161,6 +168,7 @@ def _rule(problem: str) -> str:
         "padded vocabulary": "the vocabulary does not divide among tensor-parallel ranks",
         "num_query_groups": "key/value heads do not divide among tensor-parallel ranks",
         "sequence_length": "the sequence does not divide among context- and sequence-parallel ranks",
+        " FP8 (": "a rank's sizes are no multiple of what FP8 needs",
         "interleaved pipeline": "micro-batches are no multiple of the interleaved pipeline's ranks",
         "global_batch_size": "the global batch is no multiple of micro-batch x replicas",
     }

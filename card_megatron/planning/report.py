@@ -137,9 +137,9 @@ def advice(config: RunConfig, best: Layout) -> Iterator[str]:
     elif precision.params_dtype == "bf16" and not precision.fp8 and best.cluster.gpu.fp8_flops:
         fp8 = replace(best.config, precision=replace(config.precision, preset="fp8_tensorwise"))
         yield f"precision.preset=fp8_tensorwise: {gain(fp8)}"
-    if parallel.tensor_model_parallel_size > 1 and not config.model.transformer.get("tp_comm_overlap"):
-        model = replace(best.config.model, transformer=config.model.transformer | {"tp_comm_overlap": True})
-        yield f"model.transformer.tp_comm_overlap=true (Transformer Engine): {gain(replace(best.config, model=model))}"
+    if parallel.tensor_model_parallel_size > 1 and not parallel.tp_comm_overlap:
+        overlapped = replace(best.config, parallel=replace(parallel, tp_comm_overlap=True))
+        yield f"parallel.tp_comm_overlap=true (Transformer Engine): {gain(overlapped)}"
     if not (config.parallel.overlap_grad_reduce and config.parallel.overlap_param_gather) and best.cluster.gpus > 1:
         yield "the table takes parallel.overlap_grad_reduce and overlap_param_gather as true; --write sets them"
     rows = train.global_batch_size // best.data_parallel_size

@@ -118,7 +118,7 @@ def _micro_batch(
     causal = 6 * tokens * sizes.query * sizes.sequence * again  # queries see half of all keys; a sixth of it is forward
     around_matrices, ring = _link_seconds(sizes, number, cluster)
     # without tp_comm_overlap only the backward pass of the matrices before attention and activation hides anything
-    hidden = around_matrices if model.transformer.get("tp_comm_overlap") else 0.4 * around_matrices
+    hidden = around_matrices if config.parallel.tp_comm_overlap else 0.4 * around_matrices
     bytes_moved = again * (layers * layer_traffic(sizes, number) + in_fp8 * fp8_traffic(sizes))
     # a weight is read forwards and backwards, its gradient read and written, whatever the micro-batch's size
     linear, other = parameters(model, sizes, stage, pipelined=config.parallel.pipeline_model_parallel_size > 1)

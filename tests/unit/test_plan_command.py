@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from card_megatron.cli import main
+from card_megatron.commands.config import ELSEWHERE
 from card_megatron.commands.plan import run
 from card_megatron.config import ConfigError, load_config
+from card_megatron.planning.gpus import GPUS
 from card_megatron.planning.write import edited, replace_file
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
@@ -46,8 +48,20 @@ def test_an_h100_example_has_the_layout_that_is_planned_for_64_gpus_and_passes_t
     assert best["micro_batch_size"] == config.train.micro_batch_size
     for field in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         assert best[field] == getattr(config.parallel, field)
-    main(["config", "--config", path, "--nproc", "64"])
-    assert "# ranks: 64 = tensor 1" in capsys.readouterr().out
+    main(["config", "--config", path, "--nproc", "64", "--gpu", "h100-80gb"])
+    printed = capsys.readouterr().out
+    assert "# ranks: 64 = tensor 1" in printed
+    assert "kernels: linear: TE" in printed
+    assert "# checked for NVIDIA H100 80GB HBM3 with Transformer Engine, which is not this machine" in printed
+
+
+def test_config_checks_fp8_for_the_gpu_that_is_named_and_refuses_it_elsewhere():
+    arguments = ["config", "--config", str(EXAMPLES / "card_1b_h100_fp8.yaml"), "--nproc", "64"]
+    with pytest.raises(SystemExit, match="needs CUDA and Transformer Engine"):
+        main(arguments)
+    with pytest.raises(SystemExit, match="fp8_tensorwise"):
+        main([*arguments, "--gpu", "a100-80gb"])
+    assert set(ELSEWHERE) == set(GPUS)
 
 
 def test_a_preset_alone_can_be_planned_and_every_number_is_there(capsys):

@@ -82,7 +82,7 @@ def rate(text: str, gpus: int = 64, gpu=H100) -> float:
         ("model.recompute_granularity=full; model.recompute_method=uniform; model.recompute_num_layers=1", ""),
         ("model.recompute_granularity=full; model.recompute_method=block; model.recompute_num_layers=8", ""),
         ("parallel.overlap_grad_reduce=false; parallel.overlap_param_gather=false", ""),
-        ("TP=2; SP=true", "TP=2; SP=true; transformer.tp_comm_overlap=true"),
+        ("TP=2; SP=true", "TP=2; SP=true; parallel.tp_comm_overlap=true"),
         ("PP=4", "PP=4; VPP=4"),
         ("", "precision.preset=fp8_tensorwise"),
         ("precision.preset=fp32", ""),
