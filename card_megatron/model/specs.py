@@ -9,12 +9,15 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from card_megatron.model.attention import TorchAttention
+from card_megatron.model.block_attention import BlockDiffusionAttention
 from card_megatron.model.norm import Norm
+from card_megatron.objectives import Attention
 
 
 def uses_transformer_engine(spec: str, *, cuda: bool, transformer_engine: bool) -> bool:
@@ -22,16 +25,37 @@ def uses_transformer_engine(spec: str, *, cuda: bool, transformer_engine: bool) 
     return spec == "te" or (spec == "auto" and cuda and transformer_engine)
 
 
-def block_spec(config: TransformerConfig, *, transformer_engine: bool, vp_stage: int | None):
-    """The layers of one pipeline chunk."""
+def block_spec(
+    config: TransformerConfig,
+    *,
+    transformer_engine: bool,
+    vp_stage: int | None,
+    attention: Attention = "causal",
+    block_size: int = 1,
+):
+    """The layers of one pipeline chunk. `attention` is what the objective declares; "block" has a `block_size`."""
     if transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(
+        layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
         )
+        set_attention(layer, attention, block_size)
+        return layer
+    layer = local_layer_spec(config)
+    set_attention(layer, attention, block_size)
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[local_layer_spec(config)] * layers, layer_norm=Norm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=Norm)
+
+
+def set_attention(layer: ModuleSpec, attention: Attention, block_size: int) -> None:
+    """Megatron's layers are causal; every core attention takes another kind of mask from the spec."""
+    self_attention = layer.submodules.self_attention
+    if attention == "full":
+        self_attention.params = self_attention.params | {"attn_mask_type": AttnMaskType.no_mask}
+    elif attention == "block":
+        core = ModuleSpec(module=BlockDiffusionAttention, params={"block_size": block_size})
+        self_attention.submodules.core_attention = core
 
 
 def local_layer_spec(config: TransformerConfig) -> ModuleSpec:
