@@ -85,8 +85,13 @@ class TrainState:
 
 def build_state(plan: Plan) -> TrainState:
     """Join the ranks and build data, model and optimizer."""
+    join_model_parallel(plan.ranks, plan.config.parallel, plan.config.seed)
+    return assemble_state(plan)
+
+
+def assemble_state(plan: Plan) -> TrainState:
+    """Data, model and optimizer, on ranks that have joined."""
     config, transformer_config = plan.config, plan.transformer_config
-    join_model_parallel(plan.ranks, config.parallel, config.seed)
     datasets = build_clean_datasets(config, plan.tokenizer, reads_data)
     chunks = build_model(config, transformer_config, mask_id=plan.tokenizer.mask)
     model = wrap_data_parallel(config, transformer_config, chunks)
