@@ -2,8 +2,9 @@
 
     python benchmarks/objectives.py [--check]
 
-One model, the same text and as many tokens a step for all, on one rank in fp32; the objectives take turns, step by step,
-in one process, and a ratio is the median over turns. Peak memory comes from a process for each objective and length.
+One model, the same text and as many tokens a step for all, on one rank in fp32; the objectives take turns, step by
+step, in one process, and a ratio is the median over turns. Peak memory comes from a process for each objective and
+length.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ def configured(objective: str, length: int, folder: str, steps: int, tokens: int
     config, _ = load_config(
         [
             *("--preset=small", "--data.mock=true", f"--data.sequence_length={length}", "--data.num_workers=1"),
-            *(f"--train.global_batch_size={tokens // length}", f"--train.micro_batch_size={MICRO_BATCH_TOKENS // length}"),
+            *(
+                f"--train.global_batch_size={tokens // length}",
+                f"--train.micro_batch_size={MICRO_BATCH_TOKENS // length}",
+            ),
             *(f"--train.train_iters={steps}", "--optimizer.lr_warmup_iters=1", f"--objective.name={objective}"),
             f"--run_dir={folder}",
         ]
@@ -101,7 +105,7 @@ def main() -> None:
     if options.memory_of:
         return print_own_peak(options.memory_of, options.length, options.tokens)
 
-    console = Console()
+    console = Console(width=110)
     title = f"small, fp32, {options.tokens} tokens a step, {machine.device}, {machine.cpu_cores} cores; relative to arm"
     table = Table(title=title)
     for column in ("L", "objective", "step", "time", "by FLOPs", "time / FLOPs", "bar", "paper", "memory", "peak"):

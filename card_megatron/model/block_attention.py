@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from card_megatron.model.attention import TorchAttention
 
-GROUP = 64
+GROUP = 32
 """Positions of the text that share one call on a CPU: fewer waste less of the masked squares, more make fewer calls."""
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
