@@ -11,8 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from card_megatron.checkpoint.source import open_source
 from card_megatron.config import RunConfig, load_config
+from card_megatron.config.errors import ConfigError
 from card_megatron.config.keys import flatten
+from card_megatron.convert.to_hf import to_hf
+from card_megatron.decoding.model import open_model
+from card_megatron.decoding.text import Generation, generate
 from card_megatron.platform import Ranks
 from card_megatron.training.preflight import preflight
 from card_megatron.training.run import train_run
@@ -73,3 +78,13 @@ def test_every_twin_trains(corpus, tmp_path, name):
     exact = config.objective.name in ("arm", "card")
     assert ("clean_perplexity" in after) == exact and ("bound_perplexity" in after) != exact
     assert 0 < after["clean_nll" if exact else "bound_nll"] < 4 * math.log(500)
+    if not exact:
+        refuse_as_causal(tmp_path)
+
+
+def refuse_as_causal(run: Path) -> None:
+    """What would take its weights for a causal model's does not."""
+    with pytest.raises(ConfigError, match="whose attention is not causal; a Hugging Face folder"):
+        to_hf(open_source(run), run / "exported", None)
+    with open_model(run) as model, pytest.raises(ConfigError, match="causal; --strategy verify decodes causal models"):
+        generate(model, ["def"], Generation())
