@@ -71,3 +71,8 @@ def _bounds(config: RunConfig) -> Iterator[str]:
             f"parallel.context_parallel_size={config.parallel.context_parallel_size} cannot cut the [noisy ; clean] "
             "input of objective.name=bd3lm; use tensor with sequence parallelism, and a context size of 1"
         )
+    if config.model.attention_dropout:
+        yield (
+            f"model.attention_dropout={config.model.attention_dropout}: FlexAttention, which objective.name=bd3lm uses "
+            "on a GPU, drops nothing; set it to 0 (model.hidden_dropout works)"
+        )

@@ -21,8 +21,6 @@ from card_megatron.model.attention import TorchAttention
 GROUP = 32
 """Positions of the text that share one call on a CPU: fewer waste less of the masked squares, more make fewer calls."""
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
 
 def may_see(query: Any, key: Any, *, length: int, block_size: int) -> Any:
     """True where input `query` of [noisy ; clean], `length` positions each, may see input `key`; any integers."""
@@ -57,8 +55,7 @@ class BlockDiffusionAttention(TorchAttention):
         if self.cp_group.size() > 1:
             raise ValueError("block diffusion is not cut along the sequence: parallel.context_parallel_size must be 1")
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query_SBND, key_SBND, value_SBND))
-        with self._dropout_rng():
-            out_BNSD = self._flex(q, k, v) if q.is_cuda else self._grouped(q, k, v)
+        out_BNSD = self._flex(q, k, v) if q.is_cuda else self._grouped(q, k, v)
         return out_BNSD.permute(2, 0, 1, 3).flatten(2)
 
     def _flex(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -68,24 +65,15 @@ class BlockDiffusionAttention(TorchAttention):
         )
 
     def _grouped(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-            return F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=allowed,
-                dropout_p=self.dropout if self.training else 0.0,
-                scale=self.softmax_scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-
+        gqa = q.shape[1] != k.shape[1]
+        attend = functools.partial(F.scaled_dot_product_attention, scale=self.softmax_scale, enable_gqa=gqa)
         return attend_by_groups(attend, q, k, v, self.block_size)
 
 
 def attend_by_groups(
     attend: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_size: int
 ) -> torch.Tensor:
-    """[B, N, 2S, D] of all three -> [B, N, 2S, D], by one attend(q, k, v, allowed) for each group of blocks.
+    """[B, N, 2S, D] of all three -> [B, N, 2S, D], by one attend(q, k, v, attn_mask=...) for each group of blocks.
 
     A group's noisy and clean queries go together: they share the clean keys before the group, and only the keys of
     the group itself need a mask.
@@ -101,7 +89,7 @@ def attend_by_groups(
             torch.cat([q_noisy[group], q_clean[group]], dim=2),
             torch.cat([k_noisy[group], *k_clean[: group + 1]], dim=2),
             torch.cat([v_noisy[group], *v_clean[: group + 1]], dim=2),
-            group_mask(length, block_size, group * size, min(length, (group + 1) * size), q.device),
+            attn_mask=group_mask(length, block_size, group * size, min(length, (group + 1) * size), q.device),
         )
         of_noisy, of_clean = out.chunk(2, dim=2)
         noisy.append(of_noisy)

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
+from card_megatron.config.derived import flops_per_token, parameter_count
+from card_megatron.config.schema import ModelConfig, ObjectiveConfig
 from card_megatron.model.block_attention import attend_by_groups, flex_mask, may_see
 
 
@@ -35,6 +37,18 @@ def test_the_mask_is_its_definition_element_by_element(length, block_size):
     assert torch.equal(mask, dense_mask(length, block_size))
 
 
+@pytest.mark.parametrize(("name", "allowed"), [("arm", None), ("mdlm", 144), ("bd3lm", int(dense_mask(12, 4).sum()))])
+def test_flops_count_the_pairs_that_may_see_each_other(name, allowed):
+    """And the layers once for each copy of the text; a causal square counts half, without its diagonal's half."""
+    model = ModelConfig(vocab_size=128)
+    heads = 12 * model.num_layers * model.hidden_size
+    output = 6 * 128 * model.hidden_size
+    copies, pairs = (2 if name == "bd3lm" else 1), (72 if allowed is None else allowed)
+    expected = 6 * (parameter_count(model) - 128 * model.hidden_size) * copies + output + heads * pairs / 12
+    found = flops_per_token(model, 12, ObjectiveConfig(name=name, block_size=4))
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
 def inputs(length: int, groups: int = 2) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, heads, 2 * length, 8) for heads in (4, groups, groups)]
@@ -49,8 +63,8 @@ def outputs_and_gradients(attend, length: int) -> list[torch.Tensor]:
     return [out.detach(), q.grad, k.grad, v.grad]
 
 
-def masked_sdpa(q, k, v, allowed):
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
+def masked_sdpa(q, k, v, attn_mask):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, enable_gqa=True)
 
 
 @pytest.mark.parametrize(("length", "block_size"), [(8, 4), (128, 1), (160, 16), (192, 96), (200, 200), (136, 8)])

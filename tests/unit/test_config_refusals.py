@@ -11,7 +11,7 @@ import pytest
 import sentencepiece
 import torch
 
-from card_megatron.config import ConfigError, RunConfig, check, checks, layout_checks, load_config
+from card_megatron.config import ConfigError, RunConfig, check, checks, layout_checks, load_config, objective_checks
 from card_megatron.platform import Ranks
 from card_megatron.training.preflight import preflight
 from tests.configs import MOCK, load, load_yaml
@@ -86,6 +86,8 @@ REFUSALS = [
     ("objective.name=mdlm; eval.drafts=4", 1, r"eval\.drafts=4 drafts by causal prediction, which .*mdlm does not"),
     ("objective.name=bd3lm; objective.block_size=24", 1, r"block_size=24 does not divide .*=128 .*try (32|16)$"),
     ("objective.name=bd3lm; objective.block_size=0", 1, r"block_size=0 does not divide .*; try 1$"),
+    ("objective.name=bd3lm; model.attention_dropout=0.1", 1, r"attention_dropout=0\.1: FlexAttention.* set it to 0"),
+    ("objective.name=mdlm; files=x; data.train=[x]; eval.tasks=[piqa]; eval.tasks_interval=5", 1, r"mdlm has a bound"),
     ("objective.name=bd3lm; CP=2", 2, r"context_parallel_size=2 cannot cut the \[noisy ; clean\] input"),
     ("objective.clean_fraction=1.1", 1, r"objective\.clean_fraction=1\.1 must lie in \[0, 1\]"),
     # data
@@ -172,13 +174,16 @@ def test_what_cannot_run_is_refused(overrides, world_size, expected, monkeypatch
     assert re.search(expected, refusal(load(overrides), world_size))
 
 
+CHECKED = [module.__file__ for module in (checks, layout_checks, objective_checks)]
+
+
 def test_the_table_above_has_every_refusal(monkeypatch):
-    """Each `yield` of a message in the two files of checks must run while the table is checked."""
+    """Each `yield` of a message in the files of checks must run while the table is checked."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     ran: set[tuple[str, int]] = set()
 
     def trace(frame, event, argument):
-        if frame.f_code.co_filename not in (checks.__file__, layout_checks.__file__):
+        if frame.f_code.co_filename not in CHECKED:
             return None
         ran.add((frame.f_code.co_filename, frame.f_lineno))
         return trace
@@ -191,7 +196,7 @@ def test_the_table_above_has_every_refusal(monkeypatch):
             refusal(config, world_size)
     finally:
         sys.settrace(before)
-    for path in (checks.__file__, layout_checks.__file__):
+    for path in CHECKED:
         for node in ast.walk(ast.parse(Path(path).read_text())):
             if isinstance(node, ast.Yield):
                 lines = {(path, line) for line in range(node.lineno, node.end_lineno + 1)}
