@@ -63,6 +63,7 @@ bench: env
 	$(BIN)/python benchmarks/noise_cost.py --check
 	$(BIN)/python benchmarks/step_cost.py --check
 	$(BIN)/python benchmarks/instruments_cost.py --check
+	$(BIN)/python benchmarks/objectives.py --check
 	$(BIN)/python benchmarks/checkpoint_cost.py --check
 	$(BIN)/python benchmarks/preprocess.py --check
 	$(BIN)/python benchmarks/convert.py --check

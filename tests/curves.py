@@ -107,14 +107,13 @@ def _hash_whole(shares: dict[int, tuple[int, bytes, bytes]]) -> str:
     from card_megatron.model.attention import zigzag_positions
 
     size = next(iter(shares.values()))[0]
-    tokens = [np.frombuffer(shares[rank][1], np.int64) for rank in range(size)]
-    weights = [np.frombuffer(shares[rank][2], np.float32) for rank in range(size)]
-    length = sum(map(len, tokens))
-    order = np.arange(length)
-    if size > 1:
-        order = torch.cat([zigzag_positions(length, size, rank) for rank in range(size)]).numpy()
-    back = np.argsort(order)
-    whole = np.concatenate(tokens)[back].tobytes() + np.concatenate(weights)[back].tobytes()
+    whole = b""
+    for place, dtype in ((1, np.int64), (2, np.float32)):
+        joined = np.concatenate([np.frombuffer(shares[rank][place], dtype) for rank in range(size)])
+        order = np.arange(len(joined))
+        if size > 1:
+            order = torch.cat([zigzag_positions(len(joined), size, rank) for rank in range(size)]).numpy()
+        whole += joined[np.argsort(order)].tobytes()
     return hashlib.sha256(whole).hexdigest()
 
 

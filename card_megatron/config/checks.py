@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from card_megatron.config.errors import ConfigError
 from card_megatron.config.layout_checks import batch_problems, layout_problems, machine_problems, nearest_multiples
+from card_megatron.config.objective_checks import objective_problems
 from card_megatron.config.precision_checks import precision_problems
 from card_megatron.config.schema import RunConfig
 
@@ -19,7 +20,7 @@ def check(config: RunConfig, *, world_size: int, cuda: bool, transformer_engine:
     """Raise ConfigError with every rule that this run breaks on this many ranks of this machine."""
     problems = [
         *_sizes(config),
-        *_objective(config),
+        *objective_problems(config),
         *_data(config),
         *_optimizer(config),
         *_reliability(config),
@@ -185,20 +186,6 @@ def _tasks(config: RunConfig) -> Iterator[str]:
                 f"eval.tasks cannot be evaluated by the ranks of a run with parallel.{name}={getattr(parallel, name)}; "
                 "drop them and evaluate beside the run: `card eval watch RUN_DIR --tasks ...`"
             )
-
-
-def _objective(config: RunConfig) -> Iterator[str]:
-    objective = config.objective
-    if not objective.tail_factor >= 1:
-        yield f"objective.tail_factor={objective.tail_factor} must be at least 1 (the strict tail); inf is random"
-    if not 0 <= objective.decay <= 1:
-        yield f"objective.decay={objective.decay} (the paper's p) must lie in [0, 1]"
-    if not (objective.beta > 0 and math.isfinite(objective.beta)):
-        yield f"objective.beta={objective.beta} must be positive and finite: a clean context has weight 1/beta"
-    if not 0 <= objective.t_min <= objective.t_max <= 1:
-        yield f"objective.t_min={objective.t_min} and t_max={objective.t_max} must satisfy 0 <= t_min <= t_max <= 1"
-    if not 0 <= objective.clean_fraction <= 1:
-        yield f"objective.clean_fraction={objective.clean_fraction} must lie in [0, 1]"
 
 
 def _data(config: RunConfig) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from card_megatron.config.schema import ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from card_megatron.config.schema import ModelConfig, ObjectiveConfig, ParallelConfig, RunConfig, TrainConfig
 
 GATED_ACTIVATIONS = ("swiglu", "geglu")
 
@@ -117,11 +117,21 @@ def parameter_count(model: ModelConfig) -> int:
     return model.num_layers * layer + norm + tables * padded_vocab_size(model) * hidden
 
 
-def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
-    """Forward and backward FLOPs of one token: 6 per multiplied weight, and causal attention's own half square."""
+def flops_per_token(model: ModelConfig, sequence_length: int, objective: ObjectiveConfig | None = None) -> float:
+    """Forward and backward FLOPs of one token of text: 6 per multiplied weight, 12 per pair that attention scores.
+
+    Only pairs that the objective's attention allows count: half the square for a causal one, which None is.
+    """
     assert model.num_moe_experts is None, "an expert model uses only some of its weights for a token"
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
-    embedding = padded_vocab_size(model) * model.hidden_size
-    looked_up = 0 if model.share_embeddings_and_output_weights else embedding  # a look-up multiplies nothing
-    attention = 6 * model.num_layers * model.num_attention_heads * head * sequence_length
-    return 6.0 * (parameter_count(model) - looked_up) + attention
+    embedding = padded_vocab_size(model) * model.hidden_size  # as the output layer: a look-up multiplies nothing
+    tables = 1 if model.share_embeddings_and_output_weights else 2
+    layers = parameter_count(model) - tables * embedding
+    copies, pairs = 1, sequence_length / 2
+    if objective is not None and objective.name == "mdlm":
+        pairs = sequence_length
+    elif objective is not None and objective.name == "bd3lm":
+        # a block sees on average (S - K) / 2 clean tokens before it and K of its own: once noisy, once clean
+        copies, pairs = 2, sequence_length + objective.block_size
+    attention = 12 * model.num_layers * model.num_attention_heads * head * pairs
+    return 6.0 * (copies * layers + embedding) + attention

@@ -86,8 +86,8 @@ class ModelConfig:
 class ObjectiveConfig:
     """What the model is trained to do. docs/objective.md has the formulas and the readings of the paper."""
 
-    name: Literal["card", "arm"] = "card"
-    """card: predict from a noised prefix; arm: plain next-token prediction, on the same path."""
+    name: Literal["card", "arm", "mdlm", "bd3lm"] = "card"
+    """card: predict from a noised prefix; arm: next tokens; mdlm: masked diffusion; bd3lm: block diffusion."""
     tail_factor: float = 1.5
     """Mask window over mask count: 1 is the strict tail, inf masks anywhere (the random baseline)."""
     reweight: bool = True
@@ -98,12 +98,16 @@ class ObjectiveConfig:
     """Smoothing constant of the weight 1/(beta + S)."""
     score: Literal["algorithm", "appendix"] = "algorithm"
     """Reading of the ambiguity score S: the nearest masked token counts fully, or (1-p) times."""
-    t_sampler: Literal["uniform", "stratified"] = "uniform"
-    """How the noise level t is drawn: independently, or spread evenly over consecutive samples."""
+    t_sampler: Optional[Literal["uniform", "stratified"]] = None
+    """Draws of the noise level t: independent, or spread evenly over samples; none: uniform for card only."""
     t_min: float = 0.0
-    """Lowest noise level."""
+    """Lowest noise level; for mdlm and bd3lm in training only (the clipped schedule of bd3lm's authors)."""
     t_max: float = 1.0
-    """Highest noise level."""
+    """Highest noise level, likewise."""
+    block_size: int = 16
+    """bd3lm: tokens in a block, denoised together given the blocks before; divides data.sequence_length."""
+    masks: Literal["count", "bernoulli"] = "count"
+    """mdlm, bd3lm: floor(t K) + 1 of a block's K tokens, or each with probability t: the same bound, more variance."""
     clean_fraction: float = 0.0
     """Share of samples that stay clean; 1 is arm."""
     keep_first: bool = True

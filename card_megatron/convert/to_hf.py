@@ -23,6 +23,7 @@ from card_megatron.convert.safetensors_folder import Group, write_folder
 from card_megatron.convert.tokenizer import encoding_differences, export_tokenizer
 from card_megatron.convert.verify import Comparison, compare
 from card_megatron.data.tokenizers import Tokenizer, never_text
+from card_megatron.objectives import OBJECTIVES
 
 EXPORT = ("config.json", "*.safetensors")
 """What a folder has that an export may replace."""
@@ -52,6 +53,7 @@ def to_hf(
     say: Callable[[str], object] = print,
 ) -> Exported:
     """Write OUTPUT, whole or not at all. `dtype` None keeps what the checkpoint has; progress() counts in bytes."""
+    refuse_not_causal(source)
     model, prefix = source.config.model, source.prefix(ema=ema)
     weights, sizes = weights_of(model), Sizes.of(model)
     reader = WeightReader(source.path, weights, prefix)
@@ -126,6 +128,15 @@ def name_of(dtype: torch.dtype) -> str:
         if dtype == known:
             return name
     raise ConfigError(f"weights of type {dtype} need --dtype, one of {', '.join(DTYPES)}")
+
+
+def refuse_not_causal(source: Source) -> None:
+    """Every program that reads the folder would take the weights for a causal model's."""
+    if OBJECTIVES[source.config.objective.name].attention != "causal":
+        raise ConfigError(
+            f"{source.path} was trained with objective.name={source.config.objective.name}, whose attention is not "
+            "causal; a Hugging Face folder of this kind has no other. Keep it as a Megatron checkpoint"
+        )
 
 
 def refuse_damaged(source: Source) -> None:

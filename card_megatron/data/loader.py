@@ -19,7 +19,7 @@ class Batch:
     """A micro-batch as this rank's model sees it. B rows; S positions, those of this context-parallel rank."""
 
     tokens: torch.Tensor
-    """int64[B, S]: inputs, with noise."""
+    """int64[B, copies * S]: inputs, with noise; an objective may feed its text more than once."""
     labels: torch.Tensor
     """int64[B, S]: clean targets."""
     weights: torch.Tensor

@@ -64,14 +64,17 @@ def read_samples(
     shown = []
     for index in range(start, start + count):
         sample, number = noised[index], clean[index].get("dataset_id")
-        tokens, masked = sample["tokens"].numpy(), (sample["tokens"] == tokenizer.mask).numpy()
-        texts = [visible(text) for text in pieces(tokenizer, [tokens[0], *sample["labels"].tolist()])]
+        tokens, labels = sample["tokens"].numpy()[: len(sample["labels"])], sample["labels"].tolist()
+        masked = tokens == tokenizer.mask
+        texts = [visible(text) for text in pieces(tokenizer, [clean[index]["tokens"][0].item(), *labels])]
+        # what is fed at a place: the token before its target, or the target itself where nothing is shifted
+        fed = texts[:-1] if objective.shifted else texts[1:]
         shown.append(
             ShownSample(
                 index=index,
                 source=None if number is None else prefixes[int(number)],
                 t=float(sample["t"]),
-                inputs=[MASK_PIECE if hidden else text for hidden, text in zip(masked, texts[:-1], strict=True)],
+                inputs=[MASK_PIECE if hidden else text for hidden, text in zip(masked, fed, strict=True)],
                 targets=texts[1:],
                 masked=masked,
                 weights=sample["weights"].numpy(),

@@ -16,6 +16,7 @@ from card_megatron.decoding.engine import Request, Result, Stats, decode
 from card_megatron.decoding.model import OpenModel
 from card_megatron.decoding.sampling import SamplingParams
 from card_megatron.decoding.verify import Verify
+from card_megatron.objectives import OBJECTIVES
 
 STRATEGIES = ("verify", "confidence", "ar")
 
@@ -73,6 +74,11 @@ def generate(
 
     `on_text(number, text)` hears new text as it is decided, on the rank that leads the prompt's replica.
     """
+    if OBJECTIVES[model.objective].attention != "causal":
+        raise ConfigError(
+            f"{model.path} was trained with objective.name={model.objective}, whose attention is not causal; "
+            f"--strategy {options.strategy} decodes causal models"
+        )
     mine = range(model.replica, len(prompts), model.replicas)
     # an empty prompt is what the beginning of a text follows in training
     ids = {number: encode(model.tokenizer, prompts[number]) or [model.tokenizer.eod] for number in range(len(prompts))}

@@ -198,9 +198,11 @@ def run_cells(run: Run) -> dict[str, Cell]:
         error = run.errors.get(name, {}).get(step)
         if kind == "validation":
             of, _, metric = rest.rpartition("/")
-            exact = f"{kind}/{of}/clean_nll" in last
-            if metric in (("clean_nll", "clean_perplexity") if exact else ("nll", "perplexity")):
-                found[f"{of} {metric.replace('clean_', '').replace('perplexity', 'ppl')}"] = Cell(value, error)
+            # exact where there is an exact one; a bound is never called by the name of what it bounds
+            how = next((how for how in ("clean_", "bound_") if f"{kind}/{of}/{how}nll" in last), "")
+            if metric in (f"{how}nll", f"{how}perplexity"):
+                named = metric.replace("clean_", "").replace("bound_", "bound ").replace("perplexity", "ppl")
+                found[f"{of} {named}"] = Cell(value, error)
         elif kind == "tasks" and rest:
             found[rest.replace("/", " ")] = Cell(value, error)
         elif kind == "perplexity" and rest:

@@ -13,14 +13,15 @@ from card_megatron.evaluation.runs import Run
 
 
 def default_metrics(runs: Sequence[Run]) -> list[str]:
-    """The training loss, and what was measured on data that is not trained on: exact where there is an exact one."""
+    """The training loss, and what was measured on data that is not trained on: exact or a bound where there is one."""
     names = list(dict.fromkeys(name for run in runs for name in run.series))
     held_out = [name for name in names if name.startswith(("tasks/", "perplexity/")) and better(name)]
     for name in names:
         kind, _, rest = name.partition("/")
         of, _, metric = rest.rpartition("/")
-        exact = f"validation/{of}/clean_perplexity" in names
-        if kind == "validation" and metric == ("clean_perplexity" if exact else "perplexity"):
+        better_known = any(f"validation/{of}/{how}perplexity" in names for how in ("clean_", "bound_"))
+        wanted = ("clean_perplexity", "bound_perplexity") if better_known else ("perplexity",)
+        if kind == "validation" and metric in wanted:
             held_out.append(name)
     return [*(["loss"] if "loss" in names else []), *held_out]
 

@@ -13,7 +13,7 @@ from card_megatron.data.datasets import ObjectiveDataset
 from card_megatron.data.loader import MicroBatchSampler, micro_batches, reads_data
 from card_megatron.objectives import Arm, Objective
 from card_megatron.training.drafts import draft_metrics
-from card_megatron.training.metrics import read_report, reduce_report, sum_reports
+from card_megatron.training.metrics import perplexity, read_report, reduce_report, sum_reports
 from card_megatron.training.state import TrainState
 from card_megatron.training.step import run_schedule
 
@@ -25,13 +25,16 @@ def evaluate(
 ) -> dict[str, dict[str, Any]]:
     """Metrics of each named set: under the objective's own noise and, with eval.clean, on clean prefixes.
 
-    For a causal objective `clean_nll` is the exact autoregressive likelihood per token; `nll` is under noise.
+    For a causal objective `clean_nll` is the exact autoregressive likelihood per token; `nll` is under noise. For a
+    diffusion objective `bound_nll` is an upper bound of it, estimated with the one noise of the set.
     `beat` is called between passes, as a sign of life.
     """
     results = {}
     for name, dataset in datasets.items():
         label = f"{split}/{name}"
-        metrics = _score(state, dataset, state.objective, label, beat)
+        metrics = _score(state, dataset, state.objective.for_validation(), label, beat)
+        if state.objective.likelihood == "bound" and metrics["loss"] is not None:
+            metrics |= {"bound_nll": metrics["loss"], "bound_perplexity": perplexity(metrics["loss"])}
         if state.config.eval.clean and state.objective.likelihood == "exact":
             clean = Arm(ObjectiveConfig(), mask_id=state.objective.mask_id, eod_id=state.objective.eod_id)
             exact = metrics if isinstance(state.objective, Arm) else _score(state, dataset, clean, label, beat)
@@ -95,7 +98,7 @@ def _passes(
                 forward_only=True,
                 forward_step=forward_step,
                 num_microbatches=min(batches_a_pass, batches - start),
-                seq_length=config.data.sequence_length,
+                seq_length=state.input_length,
                 micro_batch_size=config.train.micro_batch_size,
             )
             beat()

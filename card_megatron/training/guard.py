@@ -25,7 +25,8 @@ class Samples:
     def add(self, batch: Batch, nll_BS: torch.Tensor) -> None:
         """Remember a micro-batch; nothing is read from the device until worst() is asked."""
         self.indices.append(batch.index)
-        self.nlls.append((nll_BS * batch.supervised).sum(1) / batch.supervised.sum(1).clamp(min=1))
+        scored_BS = batch.weights > 0
+        self.nlls.append((nll_BS * scored_BS).sum(1) / scored_BS.sum(1).clamp(min=1))
 
     def worst(self) -> list[dict[str, Any]]:
         """The samples of all ranks with the worst nll, non-finite first. Every rank must call this."""

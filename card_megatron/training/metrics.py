@@ -13,23 +13,24 @@ from card_megatron.data.loader import Batch
 
 T_BUCKETS = 10
 SUMS = ("weighted_nll", "nll", "weights", "supervised", "masked")
-"""The first slots of a report; the sums of nll and of tokens by noise level follow."""
+"""The first slots of a report; the sums of nll and of scored tokens by noise level follow."""
 EMPTY_REPORT = (0.0,) * (len(SUMS) + 2 * T_BUCKETS)
 
 
 def make_report(batch: Batch, nll_BS: torch.Tensor, mask_id: int) -> torch.Tensor:
     """float64[len(SUMS) + 2 * T_BUCKETS]: everything that is reported of a micro-batch, as sums over its tokens."""
-    supervised = batch.supervised.to(nll_BS.dtype)
-    nll_B = (nll_BS * supervised).sum(1).double()
-    count_B = batch.supervised.sum(1).double()
+    scored_BS = batch.weights > 0
+    nll_B = (nll_BS * scored_BS).sum(1).double()
+    count_B = scored_BS.sum(1).double()
+    masked_BS = (batch.tokens[:, : nll_BS.shape[1]] == mask_id) & (batch.supervised > 0)
     bucket_B = (batch.t * T_BUCKETS).long().clamp(0, T_BUCKETS - 1)
     sums = torch.stack(
         [
             (nll_BS * batch.weights).sum().double(),
             nll_B.sum(),
             batch.weights.sum().double(),
-            count_B.sum(),
-            (batch.tokens == mask_id).sum().double(),
+            batch.supervised.sum().double(),
+            masked_BS.sum().double(),
         ]
     )
     by_t = sums.new_zeros(2, T_BUCKETS)
@@ -68,7 +69,7 @@ def read_report(values: Sequence[float], normalize: str = "tokens") -> dict[str,
     sums = dict(zip(SUMS, values, strict=False))
     nll_by_t, count_by_t = values[len(SUMS) : len(SUMS) + T_BUCKETS], values[len(SUMS) + T_BUCKETS :]
     tokens = sums["supervised"]
-    nll = _ratio(sums["nll"], tokens)
+    nll = _ratio(sums["nll"], sum(count_by_t))
     return {
         "loss": _ratio(sums["weighted_nll"], tokens if normalize == "tokens" else sums["weights"]),
         "nll": nll,

@@ -268,6 +268,7 @@ class ProgressLine:
     def validation(self, record: dict[str, Any]) -> None:
         for name, metrics in record["validation"].items():
             clean = f"  clean ppl {metrics['clean_perplexity']:.4g}" if "clean_perplexity" in metrics else ""
+            clean += f"  bound ppl {metrics['bound_perplexity']:.4g}" if "bound_perplexity" in metrics else ""
             clean += f"  accepts {metrics['accept_length']:.2f} drafts" if "accept_length" in metrics else ""
             self.say(
                 f"validation {name} after step {record['step']}: loss {metrics['loss']:.4f}  "

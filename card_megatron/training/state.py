@@ -72,24 +72,36 @@ class TrainState:
         return self.global_batch_size // rows
 
     @property
+    def input_length(self) -> int:
+        """Positions that the model computes for a sample."""
+        return self.objective.copies * self.config.data.sequence_length
+
+    @property
     def shape(self) -> dict[str, Any]:
         """What Megatron's schedules ask about the micro-batches."""
         return dict(
             num_microbatches=self.num_microbatches,
-            seq_length=self.config.data.sequence_length,
+            seq_length=self.input_length,
             micro_batch_size=self.config.train.micro_batch_size,
         )
 
 
 def build_state(plan: Plan) -> TrainState:
     """Join the ranks and build data, model and optimizer."""
-    config, transformer_config = plan.config, plan.transformer_config
+    config = plan.config
     graphs = config.model.transformer.get("cuda_graph_impl", "none") != "none"
     join_model_parallel(plan.ranks, config.parallel, config.seed, cuda_graphs=graphs)
     if config.parallel.tp_comm_overlap:
         join_userbuffers(config)
+    return assemble_state(plan)
+
+
+def assemble_state(plan: Plan) -> TrainState:
+    """Data, model and optimizer, on ranks that have joined."""
+    config, transformer_config = plan.config, plan.transformer_config
     datasets = build_clean_datasets(config, plan.tokenizer, reads_data)
-    model = wrap_data_parallel(config, transformer_config, build_model(config, transformer_config))
+    chunks = build_model(config, transformer_config, mask_id=plan.tokenizer.mask)
+    model = wrap_data_parallel(config, transformer_config, chunks)
     optimizer, scheduler = build_optimizer(config, model)
     state = TrainState(
         config=config,

@@ -63,4 +63,5 @@ def make_record(state: TrainState, window: Window, learning_rate: float, steps: 
 def _mfu(config, machine, tokens_per_second_per_rank: float) -> float | None:
     if machine.peak_flops is None or config.model.num_moe_experts:
         return None
-    return tokens_per_second_per_rank * flops_per_token(config.model, config.data.sequence_length) / machine.peak_flops
+    flops = flops_per_token(config.model, config.data.sequence_length, config.objective)
+    return tokens_per_second_per_rank * flops / machine.peak_flops

@@ -21,6 +21,7 @@ UNEVEN = "--parallel.pipeline_model_parallel_layout=Ettt|tL"
 FIVE_LAYERS = "--model.num_layers=5"
 UNTIED = ["--model.share_embeddings_and_output_weights=false", "--model.qk_layernorm=true", "--model.add_qkv_bias=true"]
 BY_WEIGHTS = "--objective.normalize=weights"
+MDLM, BD3LM = ["--objective.name=mdlm"], ["--objective.name=bd3lm", "--objective.block_size=8"]
 RECOMPUTE = ["--model.recompute_granularity=full", "--model.recompute_method=uniform", "--model.recompute_num_layers=1"]
 
 LAYOUTS: dict[int, dict[str, list[str]]] = {
@@ -32,6 +33,8 @@ LAYOUTS: dict[int, dict[str, list[str]]] = {
         "five layers": [FIVE_LAYERS],
         "untied": UNTIED,
         "by weights": [BY_WEIGHTS],
+        "mdlm": MDLM,
+        "bd3lm": BD3LM,
     },
     2: {
         "TP2": [TP],
@@ -45,6 +48,12 @@ LAYOUTS: dict[int, dict[str, list[str]]] = {
         "DP2 overlapped": [ONE_ROW, "--parallel.overlap_grad_reduce=true", "--parallel.overlap_param_gather=true"],
         "TP2 untied": [TP, *UNTIED],
         "TP2+SP recomputed": [TP, SP, *RECOMPUTE],
+        "CP2 mdlm": [CP, *MDLM],
+        "PP2xVPP2 mdlm": [PP, VPP, *MDLM],
+        "TP2 mdlm": [TP, *MDLM],
+        "TP2+SP bd3lm": [TP, SP, *BD3LM],
+        "PP2xVPP2 bd3lm": [PP, VPP, *BD3LM],
+        "DP2 bd3lm": [ONE_ROW, *BD3LM],
     },
     4: {
         "TP2xPP2": [TP, PP],
@@ -53,9 +62,12 @@ LAYOUTS: dict[int, dict[str, list[str]]] = {
         "CP2xPP2": [CP, PP],
         "CP2xPP2 by weights": [CP, PP, BY_WEIGHTS],
         "TP4, 2 KV groups": ["--parallel.tensor_model_parallel_size=4"],
+        "CP2xPP2 mdlm": [CP, PP, *MDLM],
+        "TP2+SPxDP2 mdlm": [TP, SP, ONE_ROW, *MDLM],
+        "TP2+SPxPP2 recomputed bd3lm": [TP, SP, PP, *RECOMPUTE, *BD3LM],
     },
 }
-OWN_ORACLES = ("five layers", "untied", "by weights")
+OWN_ORACLES = ("five layers", "untied", "by weights", "bd3lm", "mdlm")
 """One-process runs of another model or loss: a layout whose name ends in one is compared with that one."""
 
 
@@ -95,7 +107,7 @@ def test_layout_gives_the_one_process_curve(runs, layout):
         assert worst_difference(view.grad_norms, oracle.grad_norms) < TOLERANCE
         ours, theirs = view.validation["second"], oracle.validation["second"]
         assert ours["tokens"] == theirs["tokens"] == 13 * 32
-        for metric in ("loss", "nll", "clean_nll"):
+        for metric in ("loss", "nll", "bound_nll" if layout.endswith(("mdlm", "bd3lm")) else "clean_nll"):
             assert ours[metric] == pytest.approx(theirs[metric], rel=TOLERANCE), metric
     assert sample_hashes(runs[layout]) == sample_hashes([oracle])
 

@@ -11,7 +11,7 @@ import torch
 from card_megatron.checkpoint import folder
 from card_megatron.testing import run_distributed
 from tests.curves import tiny_config
-from tests.distributed.test_layouts import CP, ONE_ROW, PP, SP, TOLERANCE, TP, VPP, worst_difference
+from tests.distributed.test_layouts import BD3LM, CP, MDLM, ONE_ROW, PP, SP, TOLERANCE, TP, VPP, worst_difference
 from tests.runs import events, records, tensors, train_in_turn
 
 STEPS = 16
@@ -34,6 +34,7 @@ EXACT = {
     "DP2 overlapped": (2, [*RAMP, *DROPOUT, *OVERLAP]),
     "TP2": (2, [TP, *DROPOUT]),
     "PP2xVPP2": (2, [PP, VPP]),
+    "TP2+SP bd3lm": (2, [TP, SP, *BD3LM]),
 }
 
 
@@ -67,31 +68,43 @@ RESHARDED = {
     "1 -> PP2xVPP2": ((1, []), (2, [PP, VPP])),
     "PP2xDP2 -> TP2": ((4, [PP, ONE_ROW]), (2, [TP])),
     "PP2xVPP2 -> TP2xDP2": ((2, [PP, VPP]), (4, [TP, ONE_ROW])),
+    "mdlm: CP2 -> TP2": ((2, [CP]), (2, [TP])),
+    "bd3lm: TP2+SP -> PP2xVPP2": ((2, [TP, SP]), (2, [PP, VPP])),
 }
 STOP = 7
+OBJECTIVES = {"mdlm": MDLM, "bd3lm": BD3LM}
+
+
+def objective_of(name: str) -> list[str]:
+    """What a name's beginning says; card's runs have none."""
+    return OBJECTIVES.get(name.partition(":")[0], [])
 
 
 @pytest.fixture(scope="module")
 def resharded(corpus, tmp_path_factory):
-    """name -> its run directory, saved at STOP in one layout and run to the end in another; and the straight run's."""
+    """name -> its run directory, saved at STOP in one layout and run to the end in another; and the straight runs'."""
     base = tmp_path_factory.mktemp("resharded")
-    straight = tiny_config(corpus, base / "straight", *TINY)
-    saves: dict[int, list] = {1: [(straight, {})], 2: [], 4: []}
+    straight = ["straight", *(f"{objective}: straight" for objective in OBJECTIVES)]
+    saves: dict[int, list] = {1: [], 2: [], 4: []}
     rest: dict[int, list] = {1: [], 2: [], 4: []}
+    for name in straight:
+        saves[1].append((tiny_config(corpus, base / name, *TINY, *objective_of(name)), {}))
     for name, ((before, first), (after, second)) in RESHARDED.items():
-        saves[before].append((tiny_config(corpus, base / name, *TINY, *first), {"stop_at": STOP}))
-        rest[after].append((tiny_config(corpus, base / name, *TINY, *second), {}))
+        options = [*TINY, *objective_of(name)]
+        saves[before].append((tiny_config(corpus, base / name, *options, *first), {"stop_at": STOP}))
+        rest[after].append((tiny_config(corpus, base / name, *options, *second), {}))
     for turns in (saves, rest):
         for world_size, runs in turns.items():
             if runs:
                 run_distributed(train_in_turn, world_size, runs, timeout=420)
-    return {"straight": base / "straight", **{name: base / name for name in RESHARDED}}
+    return {name: base / name for name in (*straight, *RESHARDED)}
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", RESHARDED)
 def test_another_layout_continues_the_one_process_curve(resharded, name):
-    straight, ours = resharded["straight"], resharded[name]
+    start = f"{name.partition(':')[0]}: straight" if objective_of(name) else "straight"
+    straight, ours = resharded[start], resharded[name]
     assert [event["step"] for event in events(ours, "resumed")] == [STOP]
     assert not events(ours, "resumed")[0]["same_layout"]
     for metric in ("loss", "grad_norm", "lr"):
@@ -107,7 +120,7 @@ def test_another_layout_continues_the_one_process_curve(resharded, name):
 
 def test_a_checkpoint_is_the_same_whatever_the_layout_saved_it(resharded):
     """Names and shapes of a save do not depend on the layout; values differ by rounding alone."""
-    saved = {name: tensors(folder.final_path(run, STOP)) for name, run in resharded.items() if name != "straight"}
+    saved = {name: tensors(folder.final_path(run, STOP)) for name, run in resharded.items() if name in RESHARDED}
     reference = saved.pop("1 -> PP2xVPP2")
     for name, state in saved.items():
         assert {key: tensor.shape for key, tensor in state.items()} == {

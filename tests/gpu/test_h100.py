@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from card_megatron.config import RunConfig, load_config
+from card_megatron.model.block_attention import compiled_flex_attention, flex_mask, may_see
+from card_megatron.objectives import OBJECTIVES
 from card_megatron.platform import capabilities
 from card_megatron.testing import run_distributed
 from tests.curves import tiny_config
@@ -41,9 +43,10 @@ def token_losses(*overrides: str) -> torch.Tensor:
     large = ["--model.num_query_groups=2", "--model.init_method_std=0.1"]
     mock = ["--data.mock=true", "--model.vocab_size=512", "--train.train_iters=1"]
     config, _ = load_config([*BF16, *large, *mock, *overrides])
-    model = build_model(config, build_transformer_config(config))[0]
+    model = build_model(config, build_transformer_config(config), mask_id=511)[0]
     generator = torch.Generator().manual_seed(0)
-    tokens, labels = (torch.randint(0, 512, (4, 256), generator=generator).cuda() for _ in range(2))
+    tokens, labels = (torch.randint(0, 511, (4, 256), generator=generator).cuda() for _ in range(2))
+    tokens = tokens.repeat(1, OBJECTIVES[config.objective.name].copies)
     with torch.no_grad():
         return model(tokens, None, None, labels=labels).float().cpu()
 
@@ -55,12 +58,47 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 @needs_engine
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("kind", [[], ["--model.qk_layernorm=true", "--model.normalization=LayerNorm"]])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        [],
+        ["--model.qk_layernorm=true", "--model.normalization=LayerNorm"],
+        ["--objective.name=mdlm"],
+        ["--objective.name=bd3lm"],
+    ],
+)
 def test_transformer_engine_gives_the_local_layers_loss(kind):
     """Both round to bf16 (2^-8), at other places: 10%, where leaving out the causal mask gives 100%."""
     local, engine = token_losses("--model.spec=local", *kind), token_losses("--model.spec=te", *kind)
     assert difference(engine, local) < 0.1
     assert float(engine.mean()) == pytest.approx(float(local.mean()), rel=0.005)
+
+
+# ---------------------------------------------------------------- block diffusion
+
+
+@pytest.mark.parametrize(("length", "block_size"), [(256, 16), (200, 8), (128, 1)])
+def test_compiled_flex_attention_equals_the_dense_mask(length, block_size):
+    """Outputs and gradients of grouped queries in fp32; TF32 is off by default."""
+    places = torch.arange(2 * length, device="cuda")
+    dense = may_see(places[:, None], places[None, :], length=length, block_size=block_size)
+    results = []
+    for attend in (
+        lambda q, k, v: compiled_flex_attention()(
+            q, k, v, block_mask=flex_mask(length, block_size, q.device), enable_gqa=True
+        ),
+        lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=True),
+    ):
+        generator = torch.Generator("cuda").manual_seed(0)
+        q, k, v = (
+            torch.randn(2, heads, 2 * length, 64, generator=generator, device="cuda").requires_grad_()
+            for heads in (4, 2, 2)
+        )
+        out = attend(q, k, v)
+        (out * torch.randn(out.shape, generator=generator, device="cuda")).sum().backward()
+        results.append([out.detach(), q.grad, k.grad, v.grad])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 # ---------------------------------------------------------------- layouts on NCCL

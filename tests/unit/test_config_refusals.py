@@ -11,7 +11,16 @@ import pytest
 import sentencepiece
 import torch
 
-from card_megatron.config import ConfigError, RunConfig, check, checks, layout_checks, load_config, precision_checks
+from card_megatron.config import (
+    ConfigError,
+    RunConfig,
+    check,
+    checks,
+    layout_checks,
+    load_config,
+    objective_checks,
+    precision_checks,
+)
 from card_megatron.platform import Ranks
 from card_megatron.training.preflight import preflight
 from tests.configs import MOCK, load, load_yaml
@@ -75,6 +84,20 @@ REFUSALS = [
     ("objective.decay=2", 1, r"objective\.decay=2\.0 \(the paper's p\) must lie in \[0, 1\]"),
     ("objective.beta=0", 1, r"objective\.beta=0\.0 must be positive and finite"),
     ("objective.t_min=0.9; objective.t_max=0.1", 1, r"t_min=0\.9 and t_max=0\.1 must satisfy 0 <= t_min <= t_max"),
+    (
+        "objective.name=arm; objective.tail_factor=2",
+        1,
+        r"tail_factor=2\.0 means nothing to objective\.name=arm \(only to card\); leave it out",
+    ),
+    ("objective.block_size=4", 1, r"block_size=4 means nothing to objective\.name=card \(only to bd3lm\)"),
+    ("objective.name=mdlm; objective.normalize=weights", 1, r"normalize=weights means nothing to objective\.name=mdlm"),
+    ("objective.name=bd3lm; objective.clean_fraction=0.5", 1, r"clean_fraction=0\.5 means nothing to .*bd3lm \(only"),
+    ("objective.name=mdlm; eval.drafts=4", 1, r"eval\.drafts=4 drafts by causal prediction, which .*mdlm does not"),
+    ("objective.name=bd3lm; objective.block_size=24", 1, r"block_size=24 does not divide .*=128 .*try (32|16)$"),
+    ("objective.name=bd3lm; objective.block_size=0", 1, r"block_size=0 does not divide .*; try 1$"),
+    ("objective.name=bd3lm; model.attention_dropout=0.1", 1, r"attention_dropout=0\.1: FlexAttention.* set it to 0"),
+    ("objective.name=mdlm; files=x; data.train=[x]; eval.tasks=[piqa]; eval.tasks_interval=5", 1, r"mdlm has a bound"),
+    ("objective.name=bd3lm; CP=2", 2, r"context_parallel_size=2 cannot cut the \[noisy ; clean\] input"),
     ("objective.clean_fraction=1.1", 1, r"objective\.clean_fraction=1\.1 must lie in \[0, 1\]"),
     # data
     ("data.train=x", 1, r"data\.mock=true and data\.train are both given.*drop one of them"),
@@ -249,7 +272,7 @@ def test_what_cannot_run_is_refused(overrides, world_size, expected, monkeypatch
     assert re.search(expected, refusal(load(overrides), world_size))
 
 
-CHECKED = tuple(module.__file__ for module in (checks, layout_checks, precision_checks))
+CHECKED = tuple(module.__file__ for module in (checks, layout_checks, objective_checks, precision_checks))
 
 
 def test_the_table_above_has_every_refusal(monkeypatch):
@@ -298,6 +321,8 @@ def test_what_a_gpu_allows():
 
 
 LEGAL = [
+    ("objective.name=mdlm; objective.t_min=0.3; CP=2", 2),
+    ("objective.name=bd3lm; objective.masks=bernoulli; objective.block_size=4; TP=2; SP=true", 2),
     ("objective.tail_factor=inf", 1),
     ("TP=2; SP=true; CP=2; PP=2; VPP=2", 16),
     ("TP=4; model.num_query_groups=2", 4),
@@ -376,7 +401,7 @@ def test_the_vocabulary_is_the_tokenizers_unless_a_larger_one_is_asked_for(corpu
         ("--train.train_iters=1e3", r"^train\.train_iters=1e3 is not an integer, or null$"),
         ("--optimizer.lr=fast", r"^optimizer\.lr=fast is not a number$"),
         ("--objective.reweight=maybe", r"^objective\.reweight=maybe is not true or false$"),
-        ("--objective.name=foo", r"^objective\.name=foo is not one of card, arm$"),
+        ("--objective.name=foo", r"^objective\.name=foo is not one of card, arm, mdlm, bd3lm$"),
         ("--precision=fp16", r"^precision\.preset=fp16 is not one of fp32, bf16, fp8_tensorwise, .*, mxfp8$"),
         ("--train.rampup_batch_size=8", r"^train\.rampup_batch_size=8 is not a list of integers, or null$"),
         ("--model.transformer=[1]", r"^model\.transformer=\[1\] is not a mapping of names to values$"),

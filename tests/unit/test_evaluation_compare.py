@@ -11,7 +11,7 @@ from card_megatron.commands import eval_compare
 from card_megatron.config.errors import ConfigError
 from card_megatron.config.load import dump_yaml
 from card_megatron.config.schema import DataConfig, ObjectiveConfig, RunConfig, TrainConfig
-from card_megatron.evaluation.compare import Cell, Comparison, Row, better
+from card_megatron.evaluation.compare import Cell, Comparison, Row, better, run_cells
 from card_megatron.evaluation.curves import default_metrics, draw_by_epochs
 from card_megatron.evaluation.runs import read_run
 
@@ -128,6 +128,16 @@ def test_evaluations_of_a_run_s_last_checkpoint_join_its_row(tmp_path):
     assert cells["books ppl"].value == 7.0 and cells["books nll"].value == 0.7
     assert cells["tokens"].value == 20 * 4 * 8 and cells["train loss (card)"].value == 3.0
     assert "hellaswag alias" not in made.columns()
+
+
+def test_a_bound_is_called_a_bound(tmp_path):
+    folder = write_run(tmp_path / "diffusion", [8.0], objective="mdlm")
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace("clean_", "bound_"))
+    run = read_run(folder)
+    cells = run_cells(run)
+    assert cells["books bound ppl"].value == 8.0 and "books ppl" not in cells
+    assert default_metrics([run]) == ["loss", "validation/books/bound_perplexity"]
 
 
 def test_a_row_has_the_name_it_was_given_and_whole_paths_tell_namesakes_apart(tmp_path):

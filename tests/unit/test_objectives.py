@@ -95,8 +95,10 @@ def test_clean_fraction_keeps_that_share_and_does_not_move_the_other_masks():
     clean = [not (sample.tokens == MASK).any() for sample in half]
     assert 140 < sum(clean) < 260
     for index, sample in enumerate(half):
-        if not clean[index]:
-            np.testing.assert_array_equal(sample.tokens, corrupt(tokens, index=index).tokens)
+        # the others are card's, and the clean ones arm's: a mix of both losses
+        alone = corrupt(tokens, index=index, name="arm" if clean[index] else "card")
+        np.testing.assert_array_equal(sample.tokens, alone.tokens)
+        np.testing.assert_array_equal(sample.weights, alone.weights)
 
 
 def test_without_reweighting_the_masks_stay_and_the_weights_are_one():

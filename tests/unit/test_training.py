@@ -183,6 +183,21 @@ def test_report_by_hand():
     assert numbers["nll_by_t"] == [3.0, *[None] * 8, 1.0] and numbers["tokens"] == 3
 
 
+def test_report_of_a_diffusion_objective_by_hand():
+    """Only masked tokens are scored; all supervised ones divide the loss; the clean half's tokens are no masks."""
+    batch = Batch(
+        tokens=torch.tensor([[99, 6, 99, 99, 5, 6, 7, 0]]),
+        labels=torch.tensor([[5, 6, 7, 0]]),
+        weights=torch.tensor([[1.5, 0.0, 1.5, 0.0]]),
+        supervised=torch.tensor([[1, 1, 1, 0]]),
+        t=torch.tensor([0.66]),
+        index=torch.arange(1),
+    )
+    numbers = read_report(make_report(batch, torch.tensor([[2.0, 50.0, 4.0, 60.0]]), mask_id=99).tolist())
+    assert numbers["loss"] == 1.5 * (2 + 4) / 3 and numbers["nll"] == 3.0
+    assert numbers["masked_fraction"] == 2 / 3 and numbers["tokens"] == 3
+
+
 # ---------------------------------------------------------------- a whole run
 
 

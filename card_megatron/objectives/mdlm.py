@@ -1,0 +1,85 @@
+"""MDLM: masked diffusion. Predict each masked token from all that is not masked, at its own position.
+
+The clean text of a sample is its targets x_1 .. x_L; they are also what is masked and fed. x_0, which only a shifted
+model can use, is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Self
+
+import numpy as np
+
+from card_megatron.objectives.base import Attention, Objective, Sample
+from card_megatron.objectives.keys import SampleKey
+
+T_FLOOR = 1e-3
+"""With `masks: bernoulli`: lower levels are raised to this one. See `noise`."""
+
+
+class Mdlm(Objective):
+    """Uniform masks, bidirectional attention, weight 1/t on masked tokens: the loss is an upper bound of the nll."""
+
+    attention: ClassVar[Attention] = "full"
+    shifted = False
+    likelihood = "bound"
+    predicts_mask = False
+
+    def corrupt(self, tokens: np.ndarray, labels: np.ndarray, supervised: np.ndarray, key: SampleKey) -> Sample:
+        masked, weights, t = self.noise(supervised, key)
+        # Attention sees behind the end of a text too: what stands there is not padding's id 0, but unknown.
+        behind = np.arange(len(labels)) > np.max(np.flatnonzero(supervised), initial=-1)
+        return Sample(
+            tokens=np.where(masked | behind, self.mask_id, labels),
+            labels=labels,
+            weights=weights.astype(np.float32),
+            supervised=supervised,
+            t=t,
+        )
+
+    def block_size(self, length: int) -> int:
+        """Neighbouring positions that share a noise level: here all of them."""
+        return length
+
+    def noise(self, supervised: np.ndarray, key: SampleKey) -> tuple[np.ndarray, np.ndarray, float]:
+        """(masked positions, their weights 1/t and 0 elsewhere, mean t).
+
+        `count`: of the K supervised positions of a block, N = floor(u K) + 1 are masked, and t is N/K. For u uniform in
+        [0, 1) this is the integral of Bernoulli masks over t, done exactly. They too make all counts from 0 to K, and
+        all sets of a count, equally likely, and the mean of their 1/t given N is (K + 1)/N: that is K/N where the empty
+        set, one draw in K + 1, is left out. So the bound is the same, the variance less, and no t is near 0.
+
+        `bernoulli`: each position on its own with probability t = max(u, T_FLOOR). The levels raised to the floor are
+        a share T_FLOOR of all, and have weight 1/T_FLOOR: together they are the reconstruction term of a diffusion
+        that starts at T_FLOOR, so the bound of that diffusion is whole and nothing near 0 is cut off.
+        """
+        rng = key.rng()
+        blocks = supervised.reshape(-1, self.block_size(len(supervised)))
+        levels = self.noise_levels(len(blocks), key, rng)
+        order = np.where(blocks, rng.random(blocks.shape), 2.0)  # what may not be masked comes last
+        sizes = blocks.sum(1)
+        if self.config.masks == "count":
+            counts = np.minimum(np.floor(levels * sizes).astype(int) + 1, sizes)
+            last_masked = np.take_along_axis(np.sort(order, axis=1), np.maximum(counts - 1, 0)[:, None], axis=1)
+            masked = (order <= last_masked) & blocks
+            t = counts / np.maximum(sizes, 1)
+        else:
+            t = np.maximum(levels, T_FLOOR)
+            masked = order < t[:, None]
+        weights = np.divide(1.0, t[:, None], out=np.zeros(blocks.shape), where=masked)
+        return masked.ravel(), weights.ravel(), float((t * sizes).sum() / max(1, sizes.sum()))
+
+    def noise_levels(self, blocks: int, key: SampleKey, rng: np.random.Generator) -> np.ndarray:
+        """float64[blocks] in [t_min, t_max]: spread evenly over blocks and samples, or independently."""
+        if self.config.t_sampler == "uniform":
+            uniform = rng.random(blocks)
+        else:
+            # evenly over the blocks of a sample, in random order, and turned by the sample's own even spacing
+            uniform = (key.stratified() + rng.permutation(blocks) / blocks) % 1.0
+        return self.config.t_min + (self.config.t_max - self.config.t_min) * uniform
+
+    def for_validation(self) -> Self:
+        """Noise levels of the whole range: those of a clipped schedule alone bound nothing."""
+        whole = dataclasses.replace(self.config, t_min=0.0, t_max=1.0)
+        return type(self)(whole, mask_id=self.mask_id, eod_id=self.eod_id)
