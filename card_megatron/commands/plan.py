@@ -14,6 +14,7 @@ from card_megatron.config.errors import ConfigError
 from card_megatron.config.load import config_parser, load_config, rank_count
 from card_megatron.config.precision import resolve_precision
 from card_megatron.config.schema import DataConfig, ParallelConfig, RunConfig
+from card_megatron.objectives import OBJECTIVES
 from card_megatron.planning import report
 from card_megatron.planning.goodput import GPU_MTBF_HOURS, Failures
 from card_megatron.planning.gpus import GPUS
@@ -99,6 +100,11 @@ def plannable(config: RunConfig, gpu: str) -> RunConfig:
         config, _ = resolve_vocabulary(config)
     if config.model.vocab_size is None:
         raise ConfigError("model.vocab_size is not known without data.tokenizer; give either")
+    if OBJECTIVES[config.objective.name].attention != "causal":
+        raise ConfigError(
+            f"objective.name={config.objective.name}: card plan counts one causal pass over a sample; plan card or "
+            "arm, whose model is the same, and take the ratio of steps from benchmarks/objectives.py"
+        )
     if config.model.num_moe_experts is not None:
         raise ConfigError(
             f"model.num_moe_experts={config.model.num_moe_experts}: card plan knows dense models only; leave it out"

@@ -130,6 +130,7 @@ def test_goodput_marks_the_best_and_the_configured_interval(capsys):
         (["--preset=1b", "--gpus=8", "--write"], "--write needs one --config"),
         (["--gpus=8", "--train.train_iters=5"], "model.vocab_size is not known"),
         (["--preset=1b", "--gpus=8", "--model.num_moe_experts=8"], "dense models only"),
+        (["--preset=1b", "--gpus=8", "--objective.name=bd3lm"], "objective.name=bd3lm: card plan counts one causal"),
         (
             ["--preset=1b", "--gpus=8", "--gpu=a100-80gb", "--precision.preset=fp8_tensorwise"],
             "does not run on a100-80gb",
