@@ -84,7 +84,8 @@ def _open_mpi(environment: Mapping[str, str]) -> Ranks | None:
     names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK")]
     if not all(name in environment for name in names):
         return None
-    return Ranks(*(int(environment[name]) for name in names), "Open MPI")  # type: ignore[arg-type]
+    rank, world_size, local_rank = (int(environment[name]) for name in names)
+    return Ranks(rank, world_size, local_rank, "openmpi")
 
 
 def _mpich(environment: Mapping[str, str]) -> Ranks | None:
@@ -92,7 +93,7 @@ def _mpich(environment: Mapping[str, str]) -> Ranks | None:
     if "PMI_RANK" not in environment or "PMI_SIZE" not in environment:
         return None
     local = int(environment.get("MPI_LOCALRANKID", environment.get("SLURM_LOCALID", 0)))
-    return Ranks(int(environment["PMI_RANK"]), int(environment["PMI_SIZE"]), local, "MPICH")
+    return Ranks(int(environment["PMI_RANK"]), int(environment["PMI_SIZE"]), local, "mpich")
 
 
 def _slurm(environment: Mapping[str, str]) -> Ranks | None:
@@ -100,15 +101,15 @@ def _slurm(environment: Mapping[str, str]) -> Ranks | None:
     if "SLURM_STEP_NUM_TASKS" not in environment or "SLURM_PROCID" not in environment:
         return None
     names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-    return Ranks(*(int(environment[name]) for name in names), "srun")  # type: ignore[arg-type]
+    rank, world_size, local_rank = (int(environment[name]) for name in names)
+    return Ranks(rank, world_size, local_rank, "srun")
 
 
 def _mpi4py(environment: Mapping[str, str]) -> Ranks | None:
     """Any other MPI: PMIx tells a process its rank, and only MPI itself how many there are."""
     if "PMIX_RANK" not in environment and environment.get(CHOSEN) != "mpi4py":
         return None
-    with_mpi = _ask_mpi(lambda comm, shared: (comm.Get_rank(), comm.Get_size(), shared.Get_rank()))
-    return Ranks(*with_mpi, "mpi4py")
+    return _ask_mpi(lambda comm, shared: Ranks(comm.Get_rank(), comm.Get_size(), shared.Get_rank(), "mpi4py"))
 
 
 LAUNCHERS: dict[str, Callable[[Mapping[str, str]], Ranks | None]] = {

@@ -140,7 +140,7 @@ class Job:
         elif self.chain > 1:
             yield f"--chain {self.chain} needs --time: a job of a chain ends at its time limit"
         if self.chain > 1 and self.array is not None:
-            yield f"--chain {self.chain} goes by the job's name, which all tasks of --array {self.array} share; give one"
+            yield f"--chain {self.chain} goes by the job's name, which tasks of --array {self.array} share; give one"
         if self.chain > 1 and "dependency" in self.options:
             yield f"--chain {self.chain} is --dependency=singleton; leave --dependency {self.options['dependency']} out"
         if self.array is not None and self.run_dir is not None and ARRAY_TASK not in self.run_dir:
