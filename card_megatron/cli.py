@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             signals.install()
         try:
             importlib.import_module(COMMANDS[command][0]).run(rest)
+            if command == "train":
+                signals.ignore()
         except RunStopped as error:  # all ranks know: one says it
             tell_refusal(error)
             sys.exit(f"card {command}: {error}" if ranks_from_environment().rank == 0 else 1)

@@ -51,6 +51,12 @@ def reset() -> None:
     _first = _pipe = None
 
 
+def ignore() -> None:
+    """All is done and saved: a signal that comes while the interpreter ends must not look like a failure."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def received() -> int | None:
     """The signal that asked this rank to end, if one did."""
     if _pipe is not None:

@@ -265,13 +265,15 @@ class Cluster:
         self.kill_node(name)
 
     def kill_node(self, name: str) -> None:
-        process = self.processes.pop(name, None)
-        if process is None:
+        if name not in self.processes:
             return
-        for pid in self.pids_in(name):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        end(process)
+        while left := [pid for pid in self.pids_in(name) if pid != self.processes[name].pid]:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.05)  # what they had just started
+        self.processes[name].kill()
+        self.processes.pop(name).wait()
 
     def pids_in(self, name: str) -> list[int]:
         """Every process of a node, found by its UTS namespace."""

@@ -1,4 +1,4 @@
-"""`card launch train` on a real SLURM: whatever interrupts a run, its curve is that of the run that nothing interrupted."""
+"""`card launch train` on a real SLURM: whatever interrupts a run, its curve is that of the uninterrupted one."""
 
 from __future__ import annotations
 
@@ -96,24 +96,28 @@ def test_a_lost_node_is_replaced_by_the_spare(lab, reference):
         wait_for("node2 again", lambda: "node2" in lab.cluster.idle(), context=lab.cluster.logs)
 
 
-def test_a_chain_of_jobs_goes_on_over_a_time_limit(lab, reference):
-    """A minute is SLURM's shortest limit; the ranks are held for most of it, so that they need a second job."""
-    first, second = lab.train("chain", "--time=1", "--signal=25", "--chain=2")
+def test_a_chain_of_jobs_goes_on_over_time_limits(lab, reference):
+    """A minute is SLURM's shortest limit; the ranks of the first job are held, so that it does not get to the end."""
+    jobs = lab.train("chain", "--time=1", "--signal=10", "--chain=5")
     lab.wait_for_step("chain", 5)
     pids = lab.ranks("chain")
-    assert len(pids) == 2 and lab.cluster.state_of(second) == "PENDING"
+    assert len(pids) == 2 and lab.cluster.state_of(jobs[1]) == "PENDING"
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     wait_for("USR1 of SLURM's own", lambda: "USR1: time is nearly up" in lab.summary("chain"), 120)
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
-    assert lab.cluster.wait_for_end(first) == "COMPLETED", lab.story("chain")
-    lab.finish("chain", second)
-    limit, end = lab.decisions("chain")
-    assert (limit["job_id"], limit["reason"], limit["requeued"]) == (first, "SIGUSR1: time limit", False)
-    assert (end["job_id"], end["reason"]) == (second, "finished")
-    assert resumed_steps(lab.run_dir("chain")) == [limit["step"]]
+    wait_for("end", lambda: "finished at step 150" in lab.summary("chain"), 300, lambda: lab.story("chain"))
+    *limits, end = lab.decisions("chain")
+    assert limits and (end["reason"], end["requeued"]) == ("finished", False)
+    assert {(line["reason"], line["requeued"]) for line in limits} == {("SIGUSR1: time limit", False)}
+    assert [line["job_id"] for line in (*limits, end)] == jobs[: len(limits) + 1]
+    assert resumed_steps(lab.run_dir("chain")) == [line["step"] for line in limits]
     same_curve(lab.run_dir("chain"), reference)
+    rest = jobs[len(limits) + 1 :]
+    assert {lab.cluster.wait_for_end(job) for job in rest} == {"CANCELLED"}, (
+        "what is left of the chain has nothing to do"
+    )
 
 
 # ---------------------------------------------------------------- ends that are ends
