@@ -74,6 +74,7 @@ def test_distributed_evaluation(lab, reference, tmp_path, monkeypatch):
     assert "| hellaswag" in (lab.folder / f"scores-{job}.out").read_text()
 
 
+@pytest.mark.cluster_rest
 def test_conversion(lab, reference):
     (job,) = lab.launch("convert", "to-hf", str(reference), "exported", "--time=10", "--job-name=exported")
     assert lab.cluster.wait_for_end(job) == "COMPLETED", output(lab, "exported", job)

@@ -79,23 +79,36 @@ def test_a_killed_rank_ends_the_job_at_once_which_goes_on_from_its_last_checkpoi
     same_curve(lab.run_dir("killed"), reference)
 
 
-def test_a_lost_node_is_replaced_by_the_spare(lab, reference):
-    (job,) = lab.train("lost", "--exclude=node3")
-    lab.cluster.call("scontrol", "update", f"jobid={job}", "excnodelist=")  # node3 is the spare, for the restart only
-    lab.wait_for_step("lost", 30)
+@pytest.mark.parametrize(
+    ("node", "left"),
+    [
+        ("node2", ["node1", "node3"]),
+        # the batch script and the ranks' meeting point are lost with it: SLURM alone can put the job back
+        pytest.param("node1", ["node2", "node3"], marks=pytest.mark.cluster_rest),
+    ],
+)
+def test_a_lost_node_is_replaced_by_the_spare(lab, reference, node, left):
+    name = f"lost_{node}"
+    (job,) = lab.train(name)
+    lab.wait_for_step(name, 30)
     try:
-        lab.cluster.crash("node2")
-        lab.wait_for_decisions("lost", 1)
-        lab.finish("lost", job)
-        starts = [line for line in events(lab.run_dir("lost")) if line["event"] == "started"]
-        assert starts[0]["hosts"] == ["node1", "node2"] and starts[-1]["hosts"] == ["node1", "node3"]
-        assert resumed_steps(lab.run_dir("lost"))[-1] >= 25
-        same_curve(lab.run_dir("lost"), reference)
+        lab.cluster.crash(node)
+        decision = lab.wait_for_decisions(name, 1)[0]
+        assert (
+            decision["reason"].startswith("a rank died" if node == "node2" else "ended by SLURM")
+            and decision["requeued"]
+        )
+        lab.finish(name, job)
+        starts = [line for line in events(lab.run_dir(name)) if line["event"] == "started"]
+        assert starts[0]["hosts"] == ["node1", "node2"] and starts[-1]["hosts"] == left
+        assert resumed_steps(lab.run_dir(name))[-1] >= 25
+        same_curve(lab.run_dir(name), reference)
     finally:
-        lab.cluster.start_node("node2")
-        wait_for("node2 again", lambda: "node2" in lab.cluster.idle(), context=lab.cluster.logs)
+        lab.cluster.start_node(node)
+        wait_for(f"{node} again", lambda: node in lab.cluster.idle(), context=lab.cluster.logs)
 
 
+@pytest.mark.cluster_rest
 def test_a_chain_of_jobs_goes_on_over_time_limits(lab, reference):
     """A minute is SLURM's shortest limit; the ranks of the first job are held, so that it does not get to the end."""
     jobs = lab.train("chain", "--time=1", "--signal=10", "--chain=5")
@@ -124,17 +137,18 @@ def test_a_chain_of_jobs_goes_on_over_time_limits(lab, reference):
 
 
 def test_a_run_that_dies_without_progress_is_given_up(lab):
-    """`card` is a program that dies at once, as with a broken driver."""
+    """`card` is a program that dies at once, as with a broken driver; once after a save, from which is counted anew."""
     venv = lab.folder / "broken" / "bin"
     venv.mkdir(parents=True)
     (venv / "activate").write_text(f"PATH={venv}:$PATH\n")
-    (venv / "card").write_text("#!/bin/bash\nkill -SEGV $$\n")
+    save = "mkdir -p runs/broken/checkpoints/step_000010 runs/broken/checkpoints/step_000020.unfinished-1"
+    (venv / "card").write_text(f'#!/bin/bash\n[ "${{SLURM_RESTART_COUNT:-0}}" != 1 ] || {save}\nkill -SEGV $$\n')
     (venv / "card").chmod(0o755)
-    (job,) = lab.train("broken", "--venv=broken", "--max-restarts=2")
+    (job,) = lab.train("broken", "--venv=broken", "--max-restarts=1")
     assert lab.cluster.wait_for_end(job) == "FAILED"
-    decisions = lab.decisions("broken")
-    assert [(line["restart"], line["requeued"]) for line in decisions] == [(0, True), (1, True), (2, False)]
-    assert "2 restarts in a row brought no checkpoint beyond step 0" in decisions[-1]["reason"]
+    decisions = [(line["restart"], line["step"], line["requeued"]) for line in lab.decisions("broken")]
+    assert decisions == [(0, 0, True), (1, 10, True), (2, 10, False)]
+    assert "1 restarts in a row brought no checkpoint beyond step 10" in lab.decisions("broken")[-1]["reason"]
     assert "STOPPED, not requeued: a rank died" in lab.summary("broken")
 
 
