@@ -22,9 +22,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge", "iproute2", "util-linux"]
-PMIX = ["libpmix-dev"]
-"""mpi/pmix opens the unversioned libpmix.so, which stands in the -dev package alone."""
+PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge", "iproute2", "util-linux", "libpmix-dev"]
+"""libpmix-dev: mpi/pmix opens the unversioned libpmix.so, which stands in that package alone."""
 PROGRAMS = ["slurmctld", "slurmd", "sbatch", "srun", "munged", "unshare", "ip"]
 PATIENCE = 120.0
 """Seconds that anything here is waited for: a loaded machine is slow."""
@@ -85,10 +84,12 @@ def why_not() -> str | None:
     """Why there can be no SLURM here; installs it where that is allowed."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "a SLURM of several nodes needs Linux and root (namespaces, munge); run the tests as root in a container"
-    if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    missing += [] if any(Path("/usr").glob("lib*/**/libpmix.so")) else ["libpmix.so"]
+    if missing:
         if shutil.which("apt-get") is None:
-            return f"no {', '.join(missing)}, and no apt-get to install them with; install SLURM and munge"
-        problem = install([*PACKAGES, *PMIX])
+            return f"no {', '.join(missing)}, and no apt-get to install them with; install SLURM, munge and PMIx"
+        problem = install(PACKAGES)
         if problem is not None:
             return f"no {', '.join(missing)}: {problem}"
     probe = subprocess.run(["unshare", "--mount", "--uts", "true"], capture_output=True, text=True)
