@@ -42,13 +42,6 @@ VARIABLES = [
         nodes=True,
     ),
     Variable(
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        "1",
-        "a collective that fails ends its rank, and with it the job; otherwise the others wait",
-        ("train", "eval"),
-        gpus=True,
-    ),
-    Variable(
         "UCX_TLS",
         "tcp,sm,self",
         "MPI carries a few numbers here: no need to register memory with InfiniBand, or to look for GPUs",

@@ -9,7 +9,13 @@ export CARD_SUMMARY=$run_dir/logs/summary.log CARD_REFUSED=$logs/refused.txt
 
 say() { printf '%s job %s.%s: %s\n' "$(date '+%F %T')" "$SLURM_JOB_ID" "$restart" "$*" | tee -a "$CARD_SUMMARY"; }
 
-job() { scontrol show job "$SLURM_JOB_ID" --oneliner | grep -oE " $1=[^ ]*" | head -n 1 | cut -d= -f2; }
+slurm() {  # scontrol, again for a minute where the controller does not answer
+  local try
+  for try in {1..10}; do scontrol "$@" && return; sleep 6; done
+  return 1
+}
+
+job() { slurm show job "$SLURM_JOB_ID" --oneliner | grep -oE " $1=[^ ]*" | head -n 1 | cut -d= -f2; }
 
 saved_step() {
   local newest
@@ -47,7 +53,7 @@ start_again() {  # REASON
   (( $(restarts_without_progress) < max_restarts )) || stop_without_progress "$1"
   record "$restart" "$1" true
   say "requeued at step $(saved_step): $1"
-  scontrol requeue "$SLURM_JOB_ID" || give_up "SLURM refused to requeue it"
+  slurm requeue "$SLURM_JOB_ID" || give_up "SLURM refused to requeue it"
   exit 0
 }
 
@@ -75,7 +81,7 @@ reason=$(sed -nE 's/^ *"reason": "(.*)",?$/\1/p' "$run_dir/stopped.json" 2>/dev/
 if [[ -s $CARD_REFUSED ]]; then
   give_up "refused: $(tr '\n' ' ' < "$CARD_REFUSED")"
 elif [[ $(job JobState) != RUNNING ]]; then  # somebody else ends this job, and decides
-  if (( $(job Restarts) > restart )); then
+  if (( $(job Restarts || echo 0) > restart )); then
     say "SLURM requeues it at step $(saved_step)"
   else
     record "$restart" "cancelled${reason:+ ($reason)}" false
