@@ -223,7 +223,9 @@ def describe(job: Job) -> list[str]:
     if job.kind != "train":
         return lines
     from card_megatron.launch.layout import crossings, groups_of, places, table
+    from card_megatron.platform import install
 
+    install()  # before Megatron is imported, which warns of what a login node does not have
     groups = groups_of(load_training(job.arguments, job.array).parallel, job.world_size)
     return [*lines, "", table(places(groups, job.ranks_per_node)), "", *crossings(groups, job.ranks_per_node)]
 
