@@ -3,18 +3,19 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: help env demo test test-te test-h100 soak lint format docs bench clean
+.PHONY: help env demo test test-cluster test-te test-h100 soak lint format docs bench clean
 
 help:
 	@echo "make demo    text -> tokenizer -> tokens -> a trained CARD model -> an export -> text, on this CPU"
 	@echo "make test    the whole test suite"
+	@echo "make test-cluster    all tests on a real SLURM that they start themselves; make test runs most of them"
 	@echo "make test-te   Transformer Engine's layers without a GPU: builds CUDA torch and TE first (8 GB, 15 minutes)"
 	@echo "make test-h100 the tests that need an H100, with a report in build/h100.md"
 	@echo "make soak    20 kills of real runs at random moments, each restarted: nothing may be lost"
 	@echo "make env     only create $(VENV) with everything a CPU user needs"
 	@echo "make lint    ruff, ruff format --check, mypy"
 	@echo "make bench   the benchmarks, each against its bar"
-	@echo "make docs    rewrite docs/configuration.md and the README's figure"
+	@echo "make docs    rewrite docs/configuration.md, the README's figure and examples/slurm/*.sbatch"
 
 env: $(VENV)/installed
 
@@ -31,6 +32,9 @@ demo: env
 
 test: env
 	$(BIN)/python -m pytest
+
+test-cluster: env
+	$(BIN)/python -m pytest tests/cluster --cluster-rest
 
 test-te:
 	PYTHON=$(PYTHON) tools/te_venv.sh build/te-venv
@@ -58,6 +62,7 @@ format: env
 docs: env
 	$(BIN)/python -m card_megatron.config.document > docs/configuration.md
 	$(BIN)/python docs/figure.py docs/card.svg
+	$(BIN)/python examples/slurm/render.py
 
 bench: env
 	$(BIN)/python benchmarks/noise_cost.py --check

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
 from card_megatron.config.errors import CardError, RunStopped
+from card_megatron.launchers import ranks_from_environment, tell_refusal
 from card_megatron.version import __version__
 
 COMMANDS = {
@@ -20,6 +20,7 @@ COMMANDS = {
     "convert": ("card_megatron.commands.convert", "to and from the inference format, a Hugging Face folder"),
     "generate": ("card_megatron.commands.generate", "continue prompts, several tokens a pass"),
     "eval": ("card_megatron.commands.evaluate", "tasks of the lm-evaluation-harness, perplexities, generated text"),
+    "launch": ("card_megatron.commands.launch", "train, data, convert or eval as a job of SLURM"),
     "data": ("card_megatron.commands.data", "make a corpus, a tokenizer, or .bin/.idx files"),
 }
 """Command -> (module whose run(arguments) does it, what it does)."""
@@ -50,9 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             signals.install()
         try:
             importlib.import_module(COMMANDS[command][0]).run(rest)
+            if command == "train":
+                signals.ignore()
         except RunStopped as error:  # all ranks know: one says it
-            sys.exit(f"card {command}: {error}" if os.environ.get("RANK", "0") == "0" else 1)
+            tell_refusal(error)
+            sys.exit(f"card {command}: {error}" if ranks_from_environment().rank == 0 else 1)
         except CardError as error:
+            tell_refusal(error)
             sys.exit(f"card {command}: {error}")
         except KeyboardInterrupt:
             sys.exit(f"card {command}: interrupted")

@@ -12,7 +12,13 @@ capabilities()  # asked before install() answers for CUDA
 install()
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--cluster-rest", action="store_true", help="also the longer tests on a real SLURM")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--cluster-rest"):
+        items[:] = [item for item in items if "cluster_rest" not in item.keywords]
     if capabilities().transformer_engine is None:
         for item in items:
             if "te" in item.keywords:

@@ -116,11 +116,11 @@ def judge(model: OpenModel, folders: list[Path], written: list[Written]) -> list
     """One row a strategy; judges are loaded one after the other, so that only one needs memory."""
     from card_megatron.evaluation.generation import gen_perplexity, judge_all, mean_perplexity
     from card_megatron.evaluation.judge import Judge
-    from card_megatron.platform import ranks_from_environment
+    from card_megatron.platform.ranks import gpu_of, ranks_from_environment
 
     rows = [{"strategy": one.strategy, **one.facts, "judges": {}} for one in written]
     for folder in folders:
-        judging = Judge(folder, local_rank=ranks_from_environment().local_rank)
+        judging = Judge(folder, gpu=gpu_of(ranks_from_environment()))
         for row, one in zip(rows, written, strict=True):
             with bar(f"{folder.name} on {one.strategy}", shown=model.speaks, unit=" texts") as progress:
                 row["judges"][str(folder)] = gen_perplexity(judge_all(model, judging, one, progress))

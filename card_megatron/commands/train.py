@@ -8,19 +8,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from jsonargparse import ArgumentParser
+
 from card_megatron.config.errors import ConfigError
 from card_megatron.config.load import config_parser, load_config, rank_count
 from card_megatron.platform import capabilities, ranks_from_environment
 
 DESCRIPTION = """Train a model. Fields come from defaults, then --preset, then --config, then --section.key value.
-Under torchrun each process is a rank; alone, --nproc N starts N of them here."""
+Under torchrun, srun or mpirun each process is a rank; alone, --nproc N starts N of them here."""
 
 
-def run(arguments: Sequence[str]) -> None:
+def train_parser() -> ArgumentParser:
     parser = config_parser("card train", DESCRIPTION)
     parser.add_argument("--nproc", type=rank_count, default=1, help="Start this many ranks on this machine.")
     parser.add_argument("--init-from", help="Short for --checkpoint.init_from.")
-    config, options = load_config(arguments, parser)
+    return parser
+
+
+def run(arguments: Sequence[str]) -> None:
+    config, options = load_config(arguments, train_parser())
     if options.init_from is not None:
         config = replace(config, checkpoint=replace(config.checkpoint, init_from=options.init_from))
     refuse_unwritable(config.run_dir)

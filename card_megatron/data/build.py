@@ -34,6 +34,7 @@ from card_megatron.data.shards import (
 )
 from card_megatron.data.sources import Piece, Problem, cut, expand, grouped
 from card_megatron.data.tokenizers import Tokenizer, load_tokenizer
+from card_megatron.launchers import processes_started, refuse_other_world
 
 SHARD_BYTES = 64 << 20
 """Input that one shard is made of: small enough to share out, large enough to merge quickly."""
@@ -280,11 +281,12 @@ class MpiTeam:
         self.comm = MPI.COMM_WORLD
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         self.first = self.rank == 0
-        sizes = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-        wanted = next((int(os.environ[name]) for name in sizes if name in os.environ), 1)
-        if wanted > 1 and self.size == 1:
+        refuse_other_world(self.size, os.environ, "MPI")
+        started = processes_started(os.environ)
+        if started not in (None, self.size):
+            found = "each is alone" if self.size == 1 else f"MPI has {self.size}"
             raise ConfigError(
-                f"--mpi: {wanted} processes were started, but each is alone: the launcher and mpi4py's MPI do not fit; "
+                f"--mpi: {started} processes were started, but {found}: the launcher and mpi4py's MPI do not fit; "
                 "use the mpirun of the same MPI, or another srun --mpi"
             )
 

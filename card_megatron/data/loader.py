@@ -9,6 +9,8 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.utils import get_batch_on_this_cp_rank
 
+from card_megatron.data.workers import heed_parent_only
+
 INTEGERS = ("tokens", "labels", "supervised")
 PER_SAMPLE = ("index",)
 REALS = ("weights", "t")
@@ -60,6 +62,7 @@ def micro_batches(dataset, sampler: MicroBatchSampler, num_workers: int) -> Iter
             dataset,
             batch_sampler=sampler,
             num_workers=num_workers,
+            worker_init_fn=heed_parent_only,
             pin_memory=torch.cuda.is_available(),
             # its own generator: the default one belongs to the model, and only some ranks have a loader
             generator=torch.Generator(),

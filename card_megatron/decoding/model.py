@@ -16,7 +16,7 @@ from card_megatron.config.precision import resolve_precision
 from card_megatron.data.tokenizers import MockTokenizer, Tokenizer, load_tokenizer, never_text, tokenizer_of
 from card_megatron.decoding.engine import Backend
 from card_megatron.platform import Ranks, install, model_parallel, ranks_from_environment
-from card_megatron.platform.ranks import init_process_group
+from card_megatron.platform.ranks import gpu_of, init_process_group
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def _open_hf(folder: Path, ranks: Ranks, dtype: str | None, tokenizer: str | Non
     kind = kinds.get(dtype, "auto" if torch.cuda.is_available() else torch.float32)
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=kind, local_files_only=True).eval()
     if torch.cuda.is_available():
-        model = model.to(f"cuda:{ranks.local_rank}")
+        model = model.to(f"cuda:{gpu_of(ranks)}")
     known = load_tokenizer(tokenizer or folder)
     if known.vocab_size > model.config.vocab_size:
         raise ConfigError(

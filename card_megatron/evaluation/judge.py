@@ -29,7 +29,7 @@ class Judged:
 class Judge:
     """A causal language model in a Hugging Face folder, whole on every rank."""
 
-    def __init__(self, folder: Path, *, local_rank: int = 0):
+    def __init__(self, folder: Path, *, gpu: int = 0):
         try:
             from transformers import AutoModelForCausalLM, AutoTokenizer
         except ImportError as error:
@@ -42,7 +42,7 @@ class Judge:
             model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=kind, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"--scorer {folder} is no causal language model with a tokenizer: {error}") from error
-        self.model = model.eval().requires_grad_(False).to(f"cuda:{local_rank}" if cuda else "cpu")
+        self.model = model.eval().requires_grad_(False).to(f"cuda:{gpu}" if cuda else "cpu")
         self.first = first_token(self.tokenizer, folder)
         positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.longest: int = positions or 2048

@@ -14,11 +14,12 @@ import sys
 from collections.abc import Sequence
 
 from card_megatron.config.errors import CardError, ConfigError
+from card_megatron.launchers import ranks_from_environment
 
 
 def import_harness() -> None:
     """Make `card` known; one rank of many shows bars and notes."""
-    if os.environ.get("RANK", "0") != "0":
+    if ranks_from_environment().rank != 0:
         os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
         os.environ.setdefault("LMEVAL_LOG_LEVEL", "ERROR")
     try:

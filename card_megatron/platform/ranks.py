@@ -1,32 +1,17 @@
-"""Who this process is among the others, and the process group that joins them."""
+"""The process group that joins this process with the others, whatever started them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from card_megatron.config.errors import ConfigError
+from card_megatron.launchers import Ranks, meeting_point, ranks_from_environment, refuse_taken_port
 
-@dataclass(frozen=True)
-class Ranks:
-    """This process among all (`rank` of `world_size`) and on its machine (`local_rank`)."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-
-
-def ranks_from_environment(environment: Mapping[str, str] = os.environ) -> Ranks:
-    """The ranks that torchrun sets; a lone process where nothing is set."""
-    return Ranks(
-        rank=int(environment.get("RANK", 0)),
-        world_size=int(environment.get("WORLD_SIZE", 1)),
-        local_rank=int(environment.get("LOCAL_RANK", 0)),
-    )
+__all__ = ["Ranks", "gpu_of", "init_process_group", "ranks_from_environment"]
 
 
 def init_process_group(ranks: Ranks, *, store: dist.Store | None = None, timeout_minutes: float = 30.0) -> None:
@@ -35,13 +20,38 @@ def init_process_group(ranks: Ranks, *, store: dist.Store | None = None, timeout
         return
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(ranks.local_rank)
+        torch.cuda.set_device(gpu_of(ranks))
     if store is None and ranks.world_size == 1:
         store = dist.HashStore()  # a lone process needs no port, so two runs on a laptop cannot clash
+    if store is None:
+        export(ranks)
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         store=store,
         rank=ranks.rank if store is not None else -1,
         world_size=ranks.world_size if store is not None else -1,
         timeout=timedelta(minutes=timeout_minutes),
+    )
+
+
+def export(ranks: Ranks) -> None:
+    """What torchrun sets, under every launcher: torch and libraries beside it read these names."""
+    if ranks.launcher in ("torchrun", None):
+        return
+    address, port = meeting_point(ranks)
+    if ranks.rank == 0:
+        refuse_taken_port(port)
+    os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
+    os.environ.update(RANK=str(ranks.rank), WORLD_SIZE=str(ranks.world_size), LOCAL_RANK=str(ranks.local_rank))
+
+
+def gpu_of(ranks: Ranks) -> int:
+    """The GPU of a rank: its local rank's, or the only one that SLURM lets it see."""
+    count = torch.cuda.device_count()
+    if count <= 1:
+        return 0
+    if ranks.local_rank < count:
+        return ranks.local_rank
+    raise ConfigError(
+        f"local rank {ranks.local_rank} has no GPU: {count} are visible; start as many ranks on a node as it has GPUs"
     )

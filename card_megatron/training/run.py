@@ -16,6 +16,7 @@ from card_megatron.config.derived import parameter_count, total_steps
 from card_megatron.config.errors import ConfigError
 from card_megatron.config.load import dump_yaml
 from card_megatron.config.schema import RunConfig
+from card_megatron.launchers import job_facts, summarise
 from card_megatron.platform import Ranks, capabilities
 from card_megatron.platform.kernels import kernels_line, resolve_kernels
 from card_megatron.training.preflight import Plan, preflight
@@ -110,6 +111,8 @@ def build_and_train(plan: Plan, watchdog: Watchdog, console: bool, score_tasks: 
     def say(text: str) -> None:
         if first and console:
             recorder.say(text) if recorder is not None else print(text, flush=True)
+        if first:
+            summarise(text)  # in a job also to its summary
 
     recorder: Recorder | None = None
     events = Events(run_dir, first, say)
@@ -119,7 +122,7 @@ def build_and_train(plan: Plan, watchdog: Watchdog, console: bool, score_tasks: 
     say(kernels_line(kernels))
     for note in plan.notes:
         say(note)
-    events("started", ranks=plan.ranks.world_size, job=os.environ.get("SLURM_JOB_ID"))
+    events("started", ranks=plan.ranks.world_size, **job_facts())
     resumed_at = loop.resume(say)
     if first:
         (run_dir / "config.yaml").write_text(dump_yaml(plan.config))

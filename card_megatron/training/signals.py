@@ -1,7 +1,8 @@
 """Signals that end a run in good order. Imports nothing heavy: handlers stand before torch is imported.
 
 The first SIGTERM, SIGUSR1 or SIGINT asks for an end at the next step; a second one leaves at once. A signal within
-a second of the first is taken for the same request: a terminal and a launcher both pass Ctrl-C on.
+a second of the first is taken for the same request: a terminal and a launcher both pass Ctrl-C on. In a job of SLURM
+only a second SIGINT leaves at once.
 
 Python runs handlers in the main thread only, and not while that waits in C for a rank that never comes. So signals
 go through a pipe, which the handler in C writes to at once, and a thread reads.
@@ -50,6 +51,12 @@ def reset() -> None:
     _first = _pipe = None
 
 
+def ignore() -> None:
+    """All is done and saved: a signal that comes while the interpreter ends must not look like a failure."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def received() -> int | None:
     """The signal that asked this rank to end, if one did."""
     if _pipe is not None:
@@ -85,9 +92,15 @@ def _judge(number: int) -> None:
     now = time.monotonic()
     if _first is None:
         _first = (number, now)
-    elif now - _first[1] > SAME_REQUEST_SECONDS:
+    elif now - _first[1] > SAME_REQUEST_SECONDS and not _is_of_slurm(number):
         os.write(2, f"\n{signal.Signals(number).name} again: leaving at once, without a save\n".encode())
         os._exit(128 + number)
+
+
+def _is_of_slurm(number: int) -> bool:
+    """SLURM sends TERM again when the grace time of a preempted job or a time limit is over, and KILL when it means it:
+    what is left until then belongs to the save."""
+    return "SLURM_JOB_ID" in os.environ and number != signal.SIGINT
 
 
 def _in_a_child() -> None:

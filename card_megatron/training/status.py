@@ -71,7 +71,7 @@ def read_status(run_dir: str | Path) -> Status:
     status.skipped_steps = len({event["step"] for event in events if event["event"] == "bad_step"})
     status.restarts = restarts_of(events, list(json_lines(run_dir / "restarts.jsonl")))
     status.stragglers = stragglers_of(events)
-    jobs = [event["job"] for event in events if event["event"] == "started" and event.get("job")]
+    jobs = [str(event["job_id"]) for event in events if event["event"] == "started" and "job_id" in event]
     status.job = {"id": jobs[-1]} if jobs else None
     return status
 

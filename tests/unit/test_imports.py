@@ -18,6 +18,7 @@ FLOORS = [
     {"inference"},
     {"data", "model", "checkpoint"},
     {"objectives", "platform"},
+    {"launchers"},
     {"config", "version"},
 ]
 """From the top down. A room imports itself and what stands below it; never its neighbours or what stands above."""

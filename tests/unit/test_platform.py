@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from card_megatron.platform import Ranks, capabilities, install, ranks_from_environment
+from card_megatron.platform import capabilities, install
 from card_megatron.platform.adam import FusedAdam
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
@@ -279,12 +279,6 @@ print(json.dumps(dataclasses.asdict(capabilities())))
 )
 def test_the_peak_is_that_of_the_very_model_or_unknown(name, peak):
     assert dataclasses.replace(capabilities(), device=name).peak_flops == peak
-
-
-def test_ranks_come_from_torchrun_or_this_process_is_alone():
-    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0"}
-    assert ranks_from_environment(torchrun) == Ranks(rank=5, world_size=8, local_rank=1)
-    assert ranks_from_environment({}) == Ranks(rank=0, world_size=1, local_rank=0)
 
 
 def test_a_device_context_still_reaches_the_factories():

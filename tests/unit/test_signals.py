@@ -60,9 +60,9 @@ for _ in range(2):
 
 
 @contextlib.contextmanager
-def running(code: str):
+def running(code: str, **environment: str):
     """A process that has said it is ready."""
-    process = start(code)
+    process = start(code, **environment)
     try:
         assert os.read(process.stdout.fileno(), 5) == b"ready"
         yield process
@@ -97,6 +97,18 @@ def test_a_later_signal_leaves_at_once(code):
         process.send_signal(signal.SIGUSR1)
         assert process.wait(5) == 128 + signal.SIGUSR1
         assert "SIGUSR1 again: leaving at once, without a save" in process.stderr.read()
+
+
+def test_in_a_job_of_slurm_a_later_term_leaves_the_save_its_time():
+    """It comes when a grace time or a time limit is over; KILL follows when SLURM means it."""
+    with running(WAITING, SLURM_JOB_ID="1") as process:
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(1.2)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(5) == 128 + signal.SIGINT
 
 
 def test_a_child_does_not_pass_its_signals_on():
@@ -151,6 +163,14 @@ def stopped_in_good_order(run_dir: Path, name: str) -> int:
     assert folder.step_of(newest) == marker["step"] == events(run_dir, "stopped")[-1]["step"]
     assert not (run_dir / "summary.json").exists()
     return marker["step"]
+
+
+def test_term_to_every_process_of_a_run_saves_and_ends(tmp_path):
+    """As scancel sends it: the data workers get it too, and the step that is under way needs their samples."""
+    with training(tmp_path, CARD, "--data.num_workers=2") as process:
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(LIMIT) == 0, process.stderr.read()
+        stopped_in_good_order(tmp_path, "SIGTERM")
 
 
 def test_ctrl_c_saves_and_ends(tmp_path):
