@@ -28,6 +28,8 @@ DEFAULT = [
     "confidence:K=32,tau=0.9,T=8",
     "verify:K=8",
 ]
+DIFFUSION = ["denoise"]
+"""The default where the model is one of masked diffusion: one token a pass."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -35,16 +37,21 @@ def run(arguments: Sequence[str]) -> None:
     from card_megatron.decoding.model import open_model
     from card_megatron.evaluation.generation import fit_prompts, read_prompts
     from card_megatron.evaluation.report import refuse_no_matplotlib
+    from card_megatron.objectives import OBJECTIVES
 
     if options.output is not None and options.plot:
         refuse_no_matplotlib()
-    strategies = strategies_of(options)
+    if options.strategies:
+        strategies_of(options, options.strategies)  # refuses bad ones before a model is loaded
     prompts = read_prompts(options.prompts, options.samples)
     for folder in options.scorer:
         if not (folder / "config.json").is_file():
             raise ConfigError(f"--scorer {folder} has no config.json: give a Hugging Face folder")
     become_ranks(options, "generation", arguments)
     with open_model(options.model, **model_options(options)) as model:
+        causal = OBJECTIVES[model.objective].attention == "causal"
+        strategies = strategies_of(options, options.strategies or (DEFAULT if causal else DIFFUSION))
+        strategies = {name: strategy.fitting(model.objective) for name, strategy in strategies.items()}
         if model.speaks and model.objective == "arm" and set(strategies) != {"ar"}:
             print(f"{model.path} was trained as arm, which knows no [MASK]: strategies other than ar have no meaning")
         fitted, cut = fit_prompts(model, prompts, options.max_new_tokens)
@@ -66,8 +73,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--strategies",
         nargs="+",
-        default=DEFAULT,
-        help=f"ar, confidence:K=…,tau=…,T=…,commit=…,min_fill=…, verify:K=…,adaptive=… (default: {' '.join(DEFAULT)})",
+        help="ar, confidence:K=…,tau=…,T=…,commit=…,min_fill=…, verify:K=…,adaptive=…; mdlm and bd3lm: "
+        f"denoise:K=…,T=…,order=… (default: {' '.join(DEFAULT)}; or {' '.join(DIFFUSION)})",
     )
     made.add_argument("--samples", type=at_least(1), help="prompts, the first of the file (default: all)")
     made.add_argument("--max-new-tokens", type=at_least(1), default=128, help="longest continuation (default: 128)")
@@ -85,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def strategies_of(options: argparse.Namespace) -> dict[str, Generation]:
+def strategies_of(options: argparse.Namespace, texts: list[str]) -> dict[str, Generation]:
     from card_megatron.decoding.sampling import SamplingParams
     from card_megatron.decoding.text import Generation
     from card_megatron.evaluation.generation import parse_strategy
@@ -95,7 +102,7 @@ def strategies_of(options: argparse.Namespace) -> dict[str, Generation]:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     base = Generation(max_new_tokens=options.max_new_tokens, batch_size=options.batch_size, sampling=sampling)
-    return {text: parse_strategy(text, base) for text in options.strategies}
+    return {text: parse_strategy(text, base) for text in texts}
 
 
 def write(model: OpenModel, prompts: list[str], name: str, strategy: Generation) -> Written:

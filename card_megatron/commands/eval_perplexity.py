@@ -27,7 +27,8 @@ DESCRIPTION = """Token, word and byte perplexity of models on sets of documents.
 of .jsonl ("text"), a sentence a line of .tokens, a row of .parquet ("text"), or a whole file of any other ending. A
 document's first token is predicted from end-of-document; a window slides over the rest. Words are what white space
 separates, bytes are those of the text itself: both compare models of different tokenizers. Standard errors are over
-documents. With --output a killed evaluation goes on where it was."""
+documents. mdlm and bd3lm have no exact likelihood: theirs is a bound (ELBO, <=) by --samples noise samples of each
+window, whose own standard error stands beside it. With --output a killed evaluation goes on where it was."""
 PRESET = """a list of sets below --data-dir; paper: the eight domains of the paper, as wikitext/wiki.test.raw,
 openwebtext/validation.jsonl, ag_news/test.jsonl, lm1b/1b_benchmark.test.tokens, ptb/ptb.test.txt, arxiv/test.jsonl,
 pubmed/test.jsonl, lambada/lambada_test.jsonl; those that are missing are named"""
@@ -41,6 +42,10 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("--data-dir", type=Path, help="folder of a --preset")
     parser.add_argument("--window", type=at_least(1), help="inputs of a pass (default: all positions of the model)")
     parser.add_argument("--stride", type=at_least(1), help="tokens that a window adds (default: half of the window)")
+    parser.add_argument(
+        "--samples", type=at_least(2), default=8, help="mdlm, bd3lm: noise samples of each window (default: 8)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="mdlm, bd3lm: of the noise (default: 0)")
     parser.add_argument("--limit", type=at_least(1), help="documents of each set (default: all)")
     parser.add_argument("--output", type=Path, metavar="OUT.json", help="write results here, and a table beside it")
     add_nproc(parser)
@@ -102,11 +107,13 @@ def score(options: argparse.Namespace, model: OpenModel, texts: TextSet) -> dict
     from card_megatron.evaluation.perplexity import measure
 
     with bar(f"{model.path.name} on {texts.name}", shown=model.speaks) as progress:
-        return measure(model, texts, window=options.window, stride=options.stride, progress=progress).record()
+        settings = {name: getattr(options, name) for name in ("window", "stride", "samples", "seed")}
+        return measure(model, texts, **settings, progress=progress).record()
 
 
 def identity(options: argparse.Namespace, model: OpenModel, texts: TextSet) -> dict[str, Any]:
     """What a result depends on: one that is known is not computed again."""
+    from card_megatron.evaluation.bound import has_bound
     from card_megatron.evaluation.perplexity import choose_window
 
     window, stride = choose_window(model, options.window, options.stride)
@@ -117,6 +124,7 @@ def identity(options: argparse.Namespace, model: OpenModel, texts: TextSet) -> d
         "set": texts.name,
         "texts": texts.fingerprint(),
         "window": [window, stride],
+        **({"noise": [options.samples, options.seed]} if has_bound(model) else {}),
         "weights": [options.ema, options.dtype, options.tokenizer],
     }
 

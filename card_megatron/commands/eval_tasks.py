@@ -47,7 +47,10 @@ def run(arguments: Sequence[str]) -> None:
             limit=options.limit,
             output=options.output,
             gen_kwargs=gen_kwargs,
-            settings={name: getattr(options, name) for name in ("max_length", "batch_tokens", "strategy", "K", "tau")},
+            settings={
+                name: getattr(options, name)
+                for name in ("max_length", "batch_tokens", "strategy", "K", "tau", "steps", "seed", "mc_samples")
+            },
             opened={name: value for name, value in model_options(options).items() if name in ("ema", "dtype")},
         )
     if results is not None:
@@ -73,10 +76,23 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--nproc", type=rank_count, default=1, help="start this many ranks on this machine")
     parser.add_argument("--max-length", type=at_least(1), help="inputs of a pass (default: all the model's positions)")
     parser.add_argument("--batch-tokens", type=at_least(1), default=8192, help="tokens of a pass (default: 8192)")
+    parser.add_argument(
+        "--samples",
+        dest="mc_samples",
+        type=at_least(2),
+        default=32,
+        help="mdlm, bd3lm: noise samples of each request, whose likelihood is a bound (default: 32)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of noise and sampled text (default: 0)")
     add_model_options(parser)
     text = parser.add_argument_group("generated text")
-    text.add_argument("--strategy", choices=["ar", "confidence", "verify"], help="default: verify, or ar for arm")
+    text.add_argument(
+        "--strategy",
+        choices=["ar", "confidence", "verify", "denoise"],
+        help="default: verify; ar for arm; denoise for mdlm and bd3lm",
+    )
     text.add_argument("--K", type=at_least(0), help="tokens of a block, or drafts")
+    text.add_argument("--steps", type=at_least(1), help="denoise: passes for each block (default: one for each token)")
     text.add_argument("--tau", type=float, default=0.9, help="confidence that fills a slot (default: 0.9)")
     text.add_argument(
         "--gen-kwargs", metavar="NAME=VALUE,...", help="such as temperature=0.8,top_p=0.95,do_sample=true"

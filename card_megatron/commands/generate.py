@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from card_megatron.config.errors import ConfigError
+from card_megatron.decoding.diffusion import ORDERS
 from card_megatron.decoding.text import STRATEGIES, Continuation, Generation, generate, text_of
 
 DESCRIPTION = """Continue prompts. MODEL is a run directory, a checkpoint or an exported folder. Under torchrun the
@@ -64,8 +65,23 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--stop", action="append", default=[], help="end at this string (may be given again)")
     made.add_argument("--batch-size", type=int, default=32, help="texts that grow side by side")
     strategy = made.add_argument_group("strategy")
-    strategy.add_argument("--strategy", choices=STRATEGIES, default="verify", help="verify gives exactly ar's text")
-    strategy.add_argument("--block", type=int, default=16, help="confidence: tokens of a block (K)")
+    strategy.add_argument(
+        "--strategy",
+        choices=STRATEGIES,
+        help="verify gives exactly ar's text; denoise is that of mdlm and bd3lm; none: verify, or denoise for these",
+    )
+    strategy.add_argument(
+        "--block",
+        type=int,
+        help="confidence: tokens of a block (K), none: 16; denoise: tokens decided together before the next, none: the "
+        "whole continuation for mdlm, the model's own blocks for bd3lm",
+    )
+    strategy.add_argument("--steps", type=int, help="denoise: passes for each block; none: one for each token")
+    strategy.add_argument(
+        "--order",
+        choices=ORDERS,
+        help="denoise: tokens that a pass decides; none: random where they are sampled, confidence where greedy",
+    )
     strategy.add_argument(
         "--tau", type=float, default=0.9, help="confidence: fill slots whose top probability exceeds it"
     )
@@ -113,7 +129,7 @@ def how(options: argparse.Namespace) -> Generation:
         )
     if "" in options.stop:
         raise ConfigError("--stop '' would end every text at once; give a string")
-    same = ("strategy", "block", "tau", "max_passes", "commit", "min_fill", "drafts", "branches")
+    same = ("strategy", "block", "steps", "order", "tau", "max_passes", "commit", "min_fill", "drafts", "branches")
     generation = Generation(
         **{name: getattr(options, name) for name in (*same, "max_new_tokens", "batch_size")},
         adaptive=not options.fixed_drafts,
@@ -223,7 +239,7 @@ def print_stats(texts: list[Continuation], stats: Any) -> None:
         ("tokens per pass", f"{stats.tokens_per_pass:.2f} of a text"),
         ("forwarded", f"{stats.tokens_forwarded:,} tokens, at most {stats.widest} of a text in a pass"),
         ("key/value cache", f"{stats.cache_bytes / 1e6:,.1f} MB"),
-        ("near ties", f"{near_ties} choices between logits closer than 1e-4"),
+        ("near ties", f"{near_ties} choices that were closer than 1e-4"),
     ]
     print()
     for name, value in rows:

@@ -60,7 +60,9 @@ class Branches:
     trunk_BW: np.ndarray
     """The last column of the trunk that a column sees; of the trunk's own columns, itself."""
     branch_BW: np.ndarray
-    """The first column of its branch, which it sees up to itself; of the trunk's own columns, itself."""
+    """The first column of its branch, which it sees up to `last_BW`; of the trunk's own columns, itself."""
+    last_BW: np.ndarray | None = None
+    """The last column that a column sees at all; None: itself, as in a causal model."""
 
 
 class CachePass:
@@ -88,23 +90,28 @@ class CachePass:
         places_BNW = heads[:, :, None] * cache.capacity + columns_BW[:, None, :]
         self.places = torch.from_numpy(places_BNW.reshape(-1)).to(device)
         self.mask = None
-        if width > 1 or int(starts_B.min()) + 1 < self.length:
+        if width > 1 or int(starts_B.min()) + 1 < self.length or branches is not None:
             keys = torch.arange(self.length, device=device)
-            sees_BWL = keys <= own_BW[:, :, None]
-            if branches is not None:
-                self.positions_BW, trunk_BW, branch_BW = (
+            if branches is None:
+                sees_BWL = keys <= own_BW[:, :, None]
+            else:
+                last = np.arange(width) if branches.last_BW is None else branches.last_BW
+                self.positions_BW, trunk_BW, branch_BW, last_BW = (
                     torch.from_numpy(starts_B[:, None] + counted).to(device)
-                    for counted in (branches.positions_BW, branches.trunk_BW, branches.branch_BW)
+                    for counted in (branches.positions_BW, branches.trunk_BW, branches.branch_BW, last)
                 )
-                sees_BWL &= (keys <= trunk_BW[:, :, None]) | (keys >= branch_BW[:, :, None])
-            # added to the scores; made a float here, because a bool would be made one by every layer
-            mask = torch.zeros(sees_BWL.shape, dtype=cache.keys.dtype, device=device)
-            self.mask = mask.masked_fill_(~sees_BWL, float("-inf")).repeat(1, groups, 1)[:, None]
+                sees_BWL = (keys <= trunk_BW[:, :, None]) | (keys >= branch_BW[:, :, None])
+                sees_BWL &= keys <= last_BW[:, :, None]
+            # where every query sees every key, attention is faster without a mask
+            if branches is None or branches.last_BW is None or not bool(sees_BWL.all()):
+                # added to the scores; made a float here, because a bool would be made one by every layer
+                mask = torch.zeros(sees_BWL.shape, dtype=cache.keys.dtype, device=device)
+                self.mask = mask.masked_fill_(~sees_BWL, float("-inf")).repeat(1, groups, 1)[:, None]
 
     def attend(
         self, layer: int, q_BHWD: torch.Tensor, k_BNWD: torch.Tensor, v_BNWD: torch.Tensor, scale: float | None = None
     ) -> torch.Tensor:
-        """Store the new keys and values; each query sees all keys up to its own position. Returns [B, W, H, D]."""
+        """Store the new keys and values; each query sees what the mask allows. Returns [B, W, H, D]."""
         rows, heads, width, head_dim = q_BHWD.shape
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         for store, new in ((keys, k_BNWD), (values, v_BNWD)):

@@ -13,8 +13,10 @@ import torch
 from card_megatron.checkpoint.source import open_source
 from card_megatron.config.errors import ConfigError
 from card_megatron.config.precision import resolve_precision
+from card_megatron.config.schema import ObjectiveConfig
 from card_megatron.data.tokenizers import MockTokenizer, Tokenizer, load_tokenizer, never_text, tokenizer_of
 from card_megatron.decoding.engine import Backend
+from card_megatron.objectives import OBJECTIVES
 from card_megatron.platform import Ranks, install, model_parallel, ranks_from_environment
 from card_megatron.platform.ranks import gpu_of, init_process_group
 
@@ -29,6 +31,8 @@ class OpenModel:
     """Of its training; an exported folder does not say, and is taken for card where it has a [MASK]."""
     path: Path
     """The checkpoint or folder that was opened."""
+    block_size: int | None = None
+    """Of block diffusion: the blocks that the model was trained to denoise."""
     replica: int = 0
     replicas: int = 1
     speaks: bool = True
@@ -40,6 +44,10 @@ class OpenModel:
     def forbidden(self) -> tuple[int, ...]:
         """Ids that no text may contain, beside [MASK]: padding, and those that the tokenizer does not have."""
         return never_text(self.tokenizer, self.backend.vocab_size)
+
+
+def block_size_of(objective: ObjectiveConfig) -> int | None:
+    return objective.block_size if OBJECTIVES[objective.name].attention == "block" else None
 
 
 def is_hf_folder(path: Path) -> bool:
@@ -95,6 +103,7 @@ def _open_megatron(
             known,
             source.config.objective.name,
             source.path,
+            block_size_of(source.config.objective),
             replica=parallel_state.get_data_parallel_rank(),
             replicas=parallel_state.get_data_parallel_world_size(),
             speaks=ranks.rank == 0,
@@ -127,7 +136,7 @@ def _open_hf(folder: Path, ranks: Ranks, dtype: str | None, tokenizer: str | Non
     except ValueError as error:
         raise ConfigError(f"{folder}: {error}") from error
     objective = "card" if getattr(model.config, "mask_token_id", None) is not None else "arm"
-    return OpenModel(backend, known, objective, folder, ranks.rank, ranks.world_size, ranks.rank == 0, leads=True)
+    return OpenModel(backend, known, objective, folder, None, ranks.rank, ranks.world_size, ranks.rank == 0, leads=True)
 
 
 @contextlib.contextmanager

@@ -12,13 +12,17 @@ import torch.distributed as dist
 from card_megatron.config.errors import ConfigError
 from card_megatron.data.tokenizers import Tokenizer, encode
 from card_megatron.decoding.block import Confidence, Strategy, autoregressive
+from card_megatron.decoding.diffusion import Denoise, denoise
 from card_megatron.decoding.engine import Request, Result, Stats, decode
 from card_megatron.decoding.model import OpenModel
 from card_megatron.decoding.sampling import SamplingParams
 from card_megatron.decoding.verify import Verify
 from card_megatron.objectives import OBJECTIVES
 
-STRATEGIES = ("verify", "confidence", "ar")
+STRATEGIES = ("verify", "confidence", "ar", "denoise")
+CAUSAL_ONLY = ("tau", "max_passes", "commit", "min_fill", "drafts", "adaptive", "branches")
+DIFFUSION_ONLY = ("steps", "order")
+"""Fields of Generation that mean nothing to the other kind of model."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,12 @@ class Continuation:
 class Generation:
     """How texts are made: the strategy's numbers, and what ends a text."""
 
-    strategy: str = "verify"
-    block: int = 16
+    strategy: str | None = None
+    """None: verify, or denoise where the model is one of masked diffusion."""
+    block: int | None = None
+    """None: 16 for confidence; of denoise see decoding.diffusion.Denoise, as for the next two."""
+    steps: int | None = None
+    order: str | None = None
     tau: float = 0.9
     max_passes: int = 16
     commit: str = "block"
@@ -50,15 +58,35 @@ class Generation:
     batch_size: int = 32
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
-    def build(self) -> Strategy:
+    def fitting(self, objective: str) -> Generation:
+        """With the strategy that a model of this objective has; refuses what does not fit it."""
+        diffusion = OBJECTIVES[objective].attention != "causal"
+        fits = ("denoise",) if diffusion else tuple(name for name in STRATEGIES if name != "denoise")
+        kind = "masked diffusion" if diffusion else "a causal model"
+        if self.strategy not in (None, *fits):
+            raise ConfigError(
+                f"--strategy {self.strategy}: objective {objective} is {kind}, which has {', '.join(fits)}; "
+                "leave it out, or choose one of these"
+            )
+        for name in CAUSAL_ONLY if diffusion else DIFFUSION_ONLY:
+            if getattr(self, name) != getattr(Generation, name):
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} means nothing to objective {objective}, {kind}; leave it out"
+                )
+        return replace(self, strategy=self.strategy or fits[0])
+
+    def build(self) -> Strategy | Denoise:
         """The strategy, new: one that adapts remembers what it has seen."""
         try:
-            if self.strategy == "verify":
+            if self.strategy == "denoise":
+                return Denoise(self.block, self.steps, self.order)
+            if self.strategy in (None, "verify"):
                 return Verify(self.drafts, self.adaptive, self.branches)
             if self.strategy == "confidence":
-                return Confidence(self.block, self.tau, self.max_passes, self.commit, self.min_fill)
+                block = 16 if self.block is None else self.block
+                return Confidence(block, self.tau, self.max_passes, self.commit, self.min_fill)
         except ValueError as error:
-            raise ConfigError(f"--strategy {self.strategy}: {error}") from error
+            raise ConfigError(f"--strategy {self.strategy or 'verify'}: {error}") from error
         if self.strategy != "ar":
             raise ConfigError(f"strategy {self.strategy!r} is none of {', '.join(STRATEGIES)}")
         return autoregressive()
@@ -74,11 +102,6 @@ def generate(
 
     `on_text(number, text)` hears new text as it is decided, on the rank that leads the prompt's replica.
     """
-    if OBJECTIVES[model.objective].attention != "causal":
-        raise ConfigError(
-            f"{model.path} was trained with objective.name={model.objective}, whose attention is not causal; "
-            f"--strategy {options.strategy} decodes causal models"
-        )
     mine = range(model.replica, len(prompts), model.replicas)
     # an empty prompt is what the beginning of a text follows in training
     ids = {number: encode(model.tokenizer, prompts[number]) or [model.tokenizer.eod] for number in range(len(prompts))}
@@ -98,17 +121,7 @@ def generate(
                 on_tokens=streams[number].add if model.leads and number in streams else None,
             )
         )
-    try:
-        results, stats = decode(
-            model.backend,
-            requests,
-            options.build(),
-            mask_id=model.tokenizer.mask,
-            forbidden=model.forbidden,
-            batch_size=options.batch_size,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    results, stats = continue_requests(model, requests, options)
     found = _gathered(model, dict(zip(mine, results, strict=True)), stats)
     texts = [
         Continuation(
@@ -123,6 +136,32 @@ def generate(
         if model.leads:
             stream.finish(texts[number].text)
     return texts, found[1]
+
+
+def continue_requests(model: OpenModel, requests: Sequence[Request], options: Generation) -> tuple[list[Result], Stats]:
+    """This replica's requests, by the decoder that the model has."""
+    strategy = options.fitting(model.objective).build()
+    try:
+        if isinstance(strategy, Denoise):
+            return denoise(
+                model.backend,
+                requests,
+                strategy,
+                model_block=model.block_size,
+                mask_id=model.tokenizer.mask,
+                forbidden=model.forbidden,
+                batch_size=options.batch_size,
+            )
+        return decode(
+            model.backend,
+            requests,
+            strategy,
+            mask_id=model.tokenizer.mask,
+            forbidden=model.forbidden,
+            batch_size=options.batch_size,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def text_of(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], stop: Sequence[str] = ()) -> str:

@@ -12,8 +12,10 @@ from card_megatron.checkpoint.folder import step_of
 from card_megatron.config.errors import ConfigError
 from card_megatron.evaluation.report import NOTHING, markdown_table, shown
 from card_megatron.evaluation.runs import Run, is_run, read_run
+from card_megatron.objectives import OBJECTIVES
 
 LOWER = ("ppl", "perplexity", "loss", "nll", "repetition", "bits")
+BOUNDS = "≤ is a bound: the model may be better than it, so an exact number beside it is best only among exact ones\n"
 HIGHER = ("acc", "exact_match", "f1", "bleu", "rouge", "tok/", "distinct", "mcc")
 
 
@@ -23,6 +25,8 @@ class Cell:
 
     value: float
     stderr: float | None = None
+    bound: str = ""
+    """Where it comes from likelihoods that are bounds: which, such as 'ELBO, 8 samples'."""
 
 
 @dataclass
@@ -143,6 +147,8 @@ class Comparison:
             ]
             header = ["model", *(f"{column} {arrow(column)}".rstrip() for column in columns)]
             tables.append(markdown_table(header, rows))
+        if any(cell.bound for row in self.rows for cell in row.cells.values()):
+            tables.append(BOUNDS)
         return "\n".join(tables)
 
     @staticmethod
@@ -151,6 +157,9 @@ class Comparison:
             return NOTHING
         cell = row.cells[column]
         text = shown_value(column, cell.value, cell.stderr)
+        if cell.bound:
+            # a perplexity is at most the bound's; an accuracy is what bounds chose, and not bounded itself
+            text = f"{'≤ ' if better(column) < 0 else ''}{text} ({cell.bound})"
         return f"**{text}**" if bold else text
 
     def record(self) -> dict[str, Any]:
@@ -162,7 +171,10 @@ class Comparison:
                 {
                     "label": label,
                     "cells": {
-                        name: {"value": cell.value, "stderr": cell.stderr, "best": best[name][place]}
+                        name: {
+                            **{"value": cell.value, "stderr": cell.stderr, "best": best[name][place]},
+                            **({"bound": cell.bound} if cell.bound else {}),
+                        }
                         for name, cell in row.cells.items()
                     },
                 }
@@ -189,6 +201,7 @@ def shown_value(column: str, value: float, stderr: float | None = None) -> str:
 def run_cells(run: Run) -> dict[str, Cell]:
     """A run's last training loss and validation, and what was evaluated of its last checkpoint."""
     last = {name: (max(points), points[max(points)]) for name, points in run.series.items()}
+    bound = "ELBO" if OBJECTIVES[run.config.objective.name].likelihood == "bound" else ""
     found = {"tokens": Cell(run.tokens_at([run.last_step])[0])}
     if "loss" in last:
         # weighted as its objective has it: not to be compared with another's
@@ -204,10 +217,10 @@ def run_cells(run: Run) -> dict[str, Cell]:
                 named = metric.replace("clean_", "").replace("bound_", "bound ").replace("perplexity", "ppl")
                 found[f"{of} {named}"] = Cell(value, error)
         elif kind == "tasks" and rest:
-            found[rest.replace("/", " ")] = Cell(value, error)
+            found[rest.replace("/", " ")] = Cell(value, error, bound)
         elif kind == "perplexity" and rest:
             of, _, unit = rest.rpartition("/")
-            found[f"{of} {unit} ppl"] = Cell(value, error)
+            found[f"{of} {unit} ppl"] = Cell(value, error, bound)
     return found
 
 
@@ -216,13 +229,14 @@ Found = Iterator[tuple[tuple[Path | str, int | None, str], dict[str, Cell]]]
 
 def perplexity_rows(content: dict[str, Any]) -> Found:
     for result in content["results"]:
+        how = result["how"]
+        bound = "" if how == "exact" else how
         cells = {
-            f"{result['set']} {unit} ppl": Cell(value, result[f"{unit}_perplexity_stderr"])
+            f"{result['set']} {unit} ppl": Cell(value, result[f"{unit}_perplexity_stderr"], bound)
             for unit in ("token", "word", "byte")
             if (value := result[f"{unit}_perplexity"]) is not None
         }
-        how = result["how"]
-        yield source_of(result["model_path"], "" if how == "exact" else how), cells
+        yield source_of(result["model_path"]), cells
 
 
 def generation_rows(content: dict[str, Any]) -> Found:
@@ -239,8 +253,9 @@ def generation_rows(content: dict[str, Any]) -> Found:
 
 
 def task_rows(content: dict[str, Any]) -> Found:
+    bound = f"ELBO, {content['mc_samples']} samples" if content.get("likelihood") == "bound" else ""
     cells = {
-        f"{task} {metric}": Cell(pair["value"], pair["stderr"])
+        f"{task} {metric}": Cell(pair["value"], pair["stderr"], bound)
         for task, metrics in content["results"].items()
         for metric, pair in metrics.items()
         if isinstance(pair["value"], (int, float))

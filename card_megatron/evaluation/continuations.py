@@ -9,10 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 from card_megatron.config.errors import ConfigError
-from card_megatron.decoding.engine import Request, decode
+from card_megatron.decoding.engine import Request
 from card_megatron.decoding.model import OpenModel
 from card_megatron.decoding.sampling import SamplingParams
-from card_megatron.decoding.text import Generation
+from card_megatron.decoding.text import Generation, continue_requests
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 MOST_ROWS = 64
@@ -38,11 +38,21 @@ class Job:
 class Continuations:
     """A decoder for jobs; every rank calls it with the same, replicas take a share each."""
 
-    def __init__(self, model: OpenModel, *, strategy: str | None, K: int | None, tau: float, batch_tokens: int):
-        # lossless: the text is that of `ar`, sooner
-        self.options = Generation(strategy or ("verify" if model.objective == "card" else "ar"), tau=tau)
-        if K is not None:
-            self.options = replace(self.options, block=K, drafts=K)
+    def __init__(
+        self,
+        model: OpenModel,
+        *,
+        strategy: str | None,
+        K: int | None,
+        tau: float,
+        batch_tokens: int,
+        steps: int | None = None,
+    ):
+        if strategy is None and model.objective == "arm":
+            strategy = "ar"  # it has no drafts; for card the default is lossless: the text is that of `ar`, sooner
+        self.options = Generation(strategy, tau=tau, block=K, steps=steps).fitting(model.objective)
+        if K is not None and self.options.strategy == "verify":
+            self.options = replace(self.options, drafts=K)
         self.options.build()  # refused now rather than behind an hour of scoring
         self.model, self.batch_tokens = model, batch_tokens
 
@@ -95,14 +105,9 @@ class Continuations:
         found: dict[int, list[int]] = {}
         if mine:
             longest = max(len(jobs[index].prompt) + jobs[index].max_new_tokens for index in mine)
-            results, _ = decode(
-                self.model.backend,
-                [self._request(jobs[index], text_of) for index in mine],
-                self.options.build(),
-                mask_id=self.model.tokenizer.mask,
-                forbidden=self.model.forbidden,
-                batch_size=max(1, min(MOST_ROWS, 4 * self.batch_tokens // longest)),
-            )
+            rows = max(1, min(MOST_ROWS, 4 * self.batch_tokens // longest))
+            requests = [self._request(jobs[index], text_of) for index in mine]
+            results, _ = continue_requests(self.model, requests, replace(self.options, batch_size=rows))
             found = {index: result.tokens for index, result in zip(mine, results, strict=True)}
         if self.model.replicas > 1:
             everyone: list[Any] = [None] * dist.get_world_size()

@@ -19,7 +19,7 @@ from card_megatron.checkpoint.source import open_source
 from card_megatron.config.precision import resolve_precision
 from card_megatron.config.schema import RunConfig
 from card_megatron.data.tokenizers import load_tokenizer
-from card_megatron.decoding.model import OpenModel
+from card_megatron.decoding.model import OpenModel, block_size_of
 from card_megatron.evaluation.lm_eval_main import import_harness
 from card_megatron.platform import capabilities, install
 
@@ -73,6 +73,7 @@ def open_in_groups(checkpoint: Path, *, ema: bool, beat: Callable[[], None]) -> 
         load_tokenizer(source.config.data.tokenizer),
         source.config.objective.name,
         source.path,
+        block_size_of(source.config.objective),
         replica=parallel_state.get_data_parallel_rank(),
         replicas=parallel_state.get_data_parallel_world_size(),
         speaks=torch.distributed.get_rank() == 0,

@@ -35,6 +35,7 @@ PARAMETERS: dict[str, dict[str, tuple[str, Callable[[str], Any]]]] = {
         "adaptive": ("adaptive", lambda text: bool(int(text))),
         "branches": ("branches", lambda text: bool(int(text))),
     },
+    "denoise": {"K": ("block", int), "T": ("steps", int), "order": ("order", str)},
 }
 """Strategy -> what may stand behind its colon: the paper's letter -> (field of Generation, its type)."""
 WORDS = ("context", "text", "prompt")
@@ -42,7 +43,7 @@ WORDS = ("context", "text", "prompt")
 
 
 def parse_strategy(text: str, base: Generation) -> Generation:
-    """'ar', 'confidence:K=16,tau=0.9,T=16', 'verify:K=8'."""
+    """'ar', 'confidence:K=16,tau=0.9,T=16', 'verify:K=8', 'denoise:T=8'."""
     name, _, rest = text.partition(":")
     if name not in PARAMETERS:
         raise ConfigError(f"--strategies {text}: {name!r} is none of {', '.join(STRATEGIES)}")

@@ -1,9 +1,12 @@
 """`card`, a model of the lm-evaluation-harness: a Megatron checkpoint in any layout, or an exported folder.
 
 Texts become ids, and are cut, as the harness's own `hf` model does it, so the scores are those of `hf` on the exported
-folder. Every rank gives the harness the same answers to all requests: the harness sees one process, and the ranks
-share the work below it (evaluation.scorer). Its own way, a share of the documents for each rank with repeated ones to
-fill up, is where scores begin to depend on the number of ranks.
+folder. mdlm and bd3lm, which have no exact likelihood, are scored by a bound (evaluation.bound); what the harness calls
+greedy is then that one pass over a continuation of masks gets all of it right.
+
+Every rank gives the harness the same answers to all requests: the harness sees one process, and the ranks share the
+work below it (evaluation.scorer). Its own way, a share of the documents for each rank with repeated ones to fill up,
+is where scores begin to depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -24,12 +27,14 @@ from tqdm import tqdm
 from card_megatron.config.errors import ConfigError
 from card_megatron.convert.tokenizer import fast_backend
 from card_megatron.decoding.model import OpenModel, open_model
+from card_megatron.evaluation.bound import BoundScorer, scorer_for
 from card_megatron.evaluation.continuations import Continuations
-from card_megatron.evaluation.scorer import Scorer
 from card_megatron.evaluation.store import Store, request_key
 
 CHUNK_PASSES = 16
 """Passes' worth of tokens that a replica scores between two writes to the store."""
+MC_SAMPLES = 32
+"""Of the noise of mdlm and bd3lm, for each request."""
 IGNORED = ("batch_size", "max_batch_size", "device")
 """What the harness gives every model: batches are made by tokens here, and ranks have a device."""
 
@@ -56,7 +61,9 @@ class CardLM(TemplateLM):
         strategy: str | None = None,
         K: int | None = None,
         tau: float = 0.9,
+        steps: int | None = None,
         seed: int = 0,
+        mc_samples: int = MC_SAMPLES,
         store: Store | None = None,
         **others: Any,
     ):
@@ -72,11 +79,15 @@ class CardLM(TemplateLM):
                 open_model(checkpoint, tensor=tensor, pipeline=pipeline, ema=ema, dtype=dtype, tokenizer=tokenizer)
             )
         self.model, self.store, self.ours = model, store, model.tokenizer
-        self.scorer = Scorer(model, max_length=max_length, batch_tokens=batch_tokens)
+        self.scorer = scorer_for(model, max_length=max_length, batch_tokens=batch_tokens, samples=mc_samples, seed=seed)
+        self.errors: list[float] = []
+        """Standard error of each log-likelihood that is a bound, in nats."""
         self.fast = fast_backend(model.tokenizer)
         """The tokenizer as it is exported: what it calls the beginning of a text, and how it puts bytes together."""
         self.custom_prefix = prefix_token_id
-        self.continuations = Continuations(model, strategy=strategy, K=K, tau=tau, batch_tokens=batch_tokens)
+        self.continuations = Continuations(
+            model, strategy=strategy, K=K, tau=tau, batch_tokens=batch_tokens, steps=steps
+        )
         self.seed = seed
         self.truncated = 0
         """Requests that lost tokens on their left, resumed ones included."""
@@ -142,7 +153,8 @@ class CardLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        answers = self._scores([(context, continuation) for _, context, continuation in requests], disable_tqdm)
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        answers = self._scores(pairs, disable_tqdm, endings=True)
         for (text, _, _), answer in zip(requests, answers, strict=True):
             if text is not None:
                 self.cache_hook.add_partial("loglikelihood", text, answer)
@@ -169,25 +181,34 @@ class CardLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
-    def _scores(self, pairs: list[Pair], silent: bool) -> list[tuple[float, bool]]:
-        """One answer for each pair; equal pairs are scored once, and what the store has is not scored at all."""
+    def _scores(self, pairs: list[Pair], silent: bool, *, endings: bool = False) -> list[tuple[float, bool]]:
+        """One answer for each pair; equal pairs are scored once, and what the store has is not scored at all.
+
+        `endings` are compared with each other, so those of one context share their noise where the model has a bound.
+        """
+        facts, more = [str(self.max_length)], {}
+        if isinstance(self.scorer, BoundScorer):
+            more = {"common_noise": endings, "greedy": endings}
+            facts.append(repr((self.scorer.samples, self.scorer.seed, endings)))
         self.truncated += sum(len(context) + len(rest) > self.max_length + 1 for context, rest in pairs)
         self.answered += len(pairs)
-        keys = [request_key("score", *pair, str(self.max_length)) for pair in pairs]
+        keys = [request_key("score", *pair, *facts) for pair in pairs]
         open_pairs = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in (self.store or ())}
         refuse_different(open_pairs)
-        answers: dict[str, tuple[float, bool]] = {}
+        answers: dict[str, tuple[float, bool, float]] = {}
 
         def score(part: list[str], progress: Callable[[int, int], None]) -> list[tuple[str, Any]]:
-            found = self.scorer.score([open_pairs[key] for key in part], progress=progress)
-            answers.update((key, (score.logprob, score.greedy)) for key, score in zip(part, found, strict=True))
+            found = self.scorer.score([open_pairs[key] for key in part], progress=progress, **more)
+            answers.update((key, (one.logprob, one.greedy, one.error)) for key, one in zip(part, found, strict=True))
             return [(key, answers[key]) for key in part]
 
         sizes = {key: len(context) + len(rest) for key, (context, rest) in open_pairs.items()}
         self._in_chunks(score, sizes, CHUNK_PASSES * self.scorer.batch_tokens, "scoring", silent)
         if self.store is not None:
             answers.update((key, tuple(self.store[key])) for key in keys if key not in answers)
-        return [answers[key] for key in keys]
+        if more:
+            self.errors += [answers[key][2] for key in keys]
+        return [answers[key][:2] for key in keys]
 
     # ------------------------------------------------------------ generated text
 

@@ -39,12 +39,13 @@ def evaluate_tasks(
 ) -> dict[str, Any] | None:
     """Results, on the rank that speaks; None on the others. All ranks must call it.
 
-    `settings` are CardLM's (max_length, batch_tokens, strategy, K, tau, seed), `opened` the options that the model was
-    opened with. With `output` finished requests are kept beside it until the results are written.
+    `settings` are CardLM's (max_length, batch_tokens, strategy, K, tau, steps, seed, mc_samples), `opened` the options
+    that the model was opened with. With `output` finished requests are kept beside it until the results are written.
     """
     import_harness()
     import lm_eval
 
+    from card_megatron.evaluation.bound import BoundScorer, has_bound
     from card_megatron.evaluation.harness import CardLM
     from card_megatron.evaluation.store import Store, model_identity
     from card_megatron.evaluation.tasks import load_tasks, task_manager
@@ -75,7 +76,9 @@ def evaluate_tasks(
         "kind": KIND,
         "checkpoint": str(model.path),
         "objective": model.objective,
-        "likelihood": "exact, one pass",
+        "likelihood": "bound" if has_bound(model) else "exact",
+        "mc_samples": lm.scorer.samples if isinstance(lm.scorer, BoundScorer) else None,
+        "mean_loglikelihood_error": sum(lm.errors) / len(lm.errors) if lm.errors else None,
         "config": {
             **{"tasks": list(tasks), "data": None if data is None else str(data), "num_fewshot": num_fewshot},
             **{"limit": limit, "gen_kwargs": gen_kwargs, **(settings or {}), **(opened or {})},
@@ -158,6 +161,12 @@ def table(results: dict[str, Any]) -> str:
     ]
     rows += [[name, "no local data", "", "", path] for name, path in results["no_local_data"].items()]
     lines = [markdown_table(["task", "metric", "shots", "documents", "value ± stderr"], rows, left=2)]
+    if results["likelihood"] == "bound":
+        error = results["mean_loglikelihood_error"]
+        lines.append(
+            f"log-likelihoods are bounds (ELBO) by {results['mc_samples']} noise samples each"
+            + (f", with a standard error of {error:.3f} nats on average\n" if error is not None else "\n")
+        )
     if results["truncated"]:
         lines.append(
             f"{results['truncated']} of {results['requests']} requests were longer than "

@@ -50,6 +50,8 @@ class Score:
     """Every token of the continuation is the likeliest one."""
     token_logprobs: tuple[float, ...] = ()
     """Of each token; filled where it was asked for."""
+    error: float = 0.0
+    """Standard error of logprob, where it is an estimate (evaluation.bound)."""
 
 
 @dataclass
@@ -105,27 +107,46 @@ class Scorer:
 
     def _request(self, index: int, context: Sequence[int], continuation: Sequence[int]) -> _Request:
         """As the harness cuts a pair: the last max_length + 1 tokens, of which the last is predicted and not fed."""
-        if not len(context) or not len(continuation):
-            raise ValueError(
-                f"pair {index}: context ({len(context)} ids) and continuation ({len(continuation)} ids) need an id "
-                "each; begin an empty context with the end of text"
-            )
-        if len(continuation) > self.max_length:
-            raise ConfigError(
-                f"pair {index}: a continuation of {len(continuation)} tokens is beyond max_length={self.max_length}; "
-                "score a long text in windows (loglikelihood_rolling, card eval perplexity)"
-            )
-        tokens = [*context, *continuation]
-        if not 0 <= min(tokens) <= max(tokens) < self.backend.vocab_size:
-            raise ConfigError(
-                f"pair {index}: ids must lie in [0, {self.backend.vocab_size}), the model's vocabulary; "
-                "was it trained with another tokenizer?"
-            )
+        tokens = check_pair(index, context, continuation, self.max_length, self.backend.vocab_size)
         if len(tokens) > self.max_length + 1:
             self.truncated += 1
             tokens = tokens[-(self.max_length + 1) :]
         fed = tokens[:-1]
         return _Request(fed, np.asarray(continuation, dtype=np.int64), len(fed) - len(continuation))
+
+
+def summed_over_replicas(table: np.ndarray, *, counts: bool) -> np.ndarray:
+    """The sum of the tables of all ranks that count."""
+    shared = torch.from_numpy(table)
+    if not counts:
+        shared.zero_()
+    if dist.get_backend() == "nccl":
+        shared = shared.cuda()
+    dist.all_reduce(shared)
+    return shared.cpu().numpy()
+
+
+def check_pair(
+    index: int, context: Sequence[int], continuation: Sequence[int], max_length: int, vocab_size: int
+) -> list[int]:
+    """The tokens of both; refuses what cannot be scored."""
+    if not len(context) or not len(continuation):
+        raise ValueError(
+            f"pair {index}: context ({len(context)} ids) and continuation ({len(continuation)} ids) need an id "
+            "each; begin an empty context with the end of text"
+        )
+    if len(continuation) > max_length:
+        raise ConfigError(
+            f"pair {index}: a continuation of {len(continuation)} tokens is beyond max_length={max_length}; "
+            "score a long text in windows (loglikelihood_rolling, card eval perplexity)"
+        )
+    tokens = [*context, *continuation]
+    if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        raise ConfigError(
+            f"pair {index}: ids must lie in [0, {vocab_size}), the model's vocabulary; "
+            "was it trained with another tokenizer?"
+        )
+    return tokens
 
 
 class _Results:
@@ -140,13 +161,7 @@ class _Results:
 
     def gather(self, *, counts: bool) -> None:
         """Put the replicas' shares together on all ranks; one rank of each replica counts, the others have the same."""
-        table = torch.from_numpy(np.stack([self.logprobs, self.greedy]))
-        if not counts:
-            table.zero_()
-        if dist.get_backend() == "nccl":
-            table = table.cuda()
-        dist.all_reduce(table)
-        self.logprobs, self.greedy = table.cpu().numpy()
+        self.logprobs, self.greedy = summed_over_replicas(np.stack([self.logprobs, self.greedy]), counts=counts)
 
     def scores(self, per_token: bool) -> list[Score]:
         if len(self.edges) == 1:
@@ -237,7 +252,7 @@ class _Run:
             outputs, which = np.unique(here[:, 0] * (columns.stop - begin) + here[:, 1] - begin, return_inverse=True)
             logits_MV = self.backend.forward(tokens_BW[:rows, columns], starts_B[:rows] + begin, first_slot, outputs)
             if logits_MV is not None:
-                self.results.put(here[:, 3], *_judge(logits_MV[:, : self.backend.vocab_size], which, here[:, 2]))
+                self.results.put(here[:, 3], *judge(logits_MV[:, : self.backend.vocab_size], which, here[:, 2]))
 
     def _reads(self, nodes: list[Node]) -> np.ndarray:
         """(row, column, target, place in the results) of every output that some request reads from these nodes."""
@@ -264,7 +279,7 @@ class _Run:
             self.progress(self.done, self.total)
 
 
-def _judge(logits_MV: torch.Tensor, which: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def judge(logits_MV: torch.Tensor, which: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(log-probability, is the likeliest) of each target, whose output is logits_MV[which]; in fp32."""
     normaliser = np.empty(len(logits_MV), dtype=np.float32)
     best = np.empty(len(logits_MV), dtype=np.int64)

@@ -18,7 +18,7 @@ from card_megatron.data.tokenizers import BytesTokenizer
 from card_megatron.decoding.hf_backend import HFBackend
 from card_megatron.decoding.model import OpenModel
 from card_megatron.evaluation import perplexity
-from card_megatron.evaluation.perplexity import measure, windows
+from card_megatron.evaluation.perplexity import measure, table_rows, windows
 from card_megatron.evaluation.report import markdown_table, perplexity_of, ratio_error, shown
 from card_megatron.evaluation.texts import PAPER, TextSet, preset_paths, read_set
 from tests.evaluation import bytes_llama
@@ -107,13 +107,18 @@ def test_bad_windows_and_objectives_are_refused(model, llama):
         measure(OpenModel(model.backend, model.tokenizer, "other", Path("m")), texts)
 
 
-def test_an_objective_with_a_bound_has_its_own_line(model, monkeypatch):
-    def ten_a_pair(model, pairs, window, share):
-        return [-10.0 for _ in pairs]
-
-    monkeypatch.setitem(perplexity.LIKELIHOODS, "mdlm", perplexity.Likelihood("bound, 128 samples", ten_a_pair))
-    found = measure(OpenModel(model.backend, model.tokenizer, "mdlm", Path("m")), TextSet("s", Path("s"), ["ab", "cd"]))
-    assert (found.how, found.nll) == ("bound, 128 samples", 20.0)
+def test_a_bound_is_no_exact_number_in_the_table(model):
+    exact = {"model": "card", **measure(model, TextSet("s", Path("s"), DOCUMENTS)).record()}
+    assert (exact["likelihood"], exact["samples"], exact["nll_sampling_error"]) == ("exact", None, None)
+    header, (row,) = table_rows([exact])
+    assert not any("≤" in cell for cell in row) and not any("samples" in name for name in header)
+    bound = exact | {"how": "ELBO, 8 samples", "likelihood": "bound", "samples": 8, "nll_sampling_error": 3.0}
+    header, rows = table_rows([exact, bound])
+    by_name = [dict(zip(header, row, strict=True)) for row in rows]
+    for unit in ("token", "word", "byte"):
+        assert by_name[1][f"{unit} ppl"] == "≤ " + by_name[0][f"{unit} ppl"]
+    error = exact["token_perplexity"] * 3.0 / exact["tokens"]
+    assert [cells["± of token ppl by samples"] for cells in by_name] == ["—", shown(error)]
 
 
 # ---------------------------------------------------------------- files
