@@ -47,6 +47,20 @@ def trained_model(corpus: Path, folder: Path) -> tuple[Path, Path]:
     return folder / "run", folder / "hf"
 
 
+def trained_diffusion(corpus: Path, folder: Path, *also: str) -> dict[str, Path]:
+    """Run directories of mdlm and bd3lm (and others), hardly trained, with outputs that are not all alike."""
+    from card_megatron.platform import Ranks
+    from card_megatron.training.run import train_run
+    from tests.curves import tiny_config
+
+    options = ["--train.train_iters=2", "--optimizer.lr_warmup_iters=0", "--model.init_method_std=0.5"]
+    own: dict[str, list[str]] = {"mdlm": [], "bd3lm": ["--objective.block_size=8"], **{name: [] for name in also}}
+    for name, more in own.items():
+        config = tiny_config(corpus, folder / name, *options, *more, f"--objective.name={name}")
+        train_run(config, Ranks(), console=False)
+    return {name: folder / name for name in own}
+
+
 def sentence(rng: random.Random, words: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(words))
 

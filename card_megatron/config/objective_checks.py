@@ -52,11 +52,6 @@ def _bounds(config: RunConfig) -> Iterator[str]:
             f"eval.drafts={config.eval.drafts} drafts by causal prediction, which objective.name={name} does not "
             "learn; set it to 0"
         )
-    if config.eval.tasks:
-        yield (
-            f"eval.tasks={config.eval.tasks} are scored by exact likelihoods, and objective.name={name} has a bound; "
-            "drop them"
-        )
     if name != "bd3lm":
         return
     if not 1 <= block_size <= length or length % block_size:

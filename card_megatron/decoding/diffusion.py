@@ -63,9 +63,9 @@ def denoise(
 
     `model_block` is the block size of block diffusion; None for mdlm.
     """
-    check_requests(requests, backend, batch_size)
     if model_block is not None and how.block not in (None, model_block):
         raise ValueError(f"block={how.block}: the model was trained on blocks of {model_block}; leave it out")
+    check_requests(requests, backend, batch_size)
     stats, results = Stats(), dict[int, Result]()
     began = time.perf_counter()
     # texts of like length together: all rows of a pass are as wide as the widest

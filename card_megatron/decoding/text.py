@@ -60,6 +60,7 @@ class Generation:
 
     def fitting(self, objective: str) -> Generation:
         """With the strategy that a model of this objective has; refuses what does not fit it."""
+        self.build()  # what is no strategy, or has bad numbers, fits nothing
         diffusion = OBJECTIVES[objective].attention != "causal"
         fits = ("denoise",) if diffusion else tuple(name for name in STRATEGIES if name != "denoise")
         kind = "masked diffusion" if diffusion else "a causal model"

@@ -68,6 +68,29 @@ def comparison(*rows: dict[str, float | None]) -> Comparison:
     return made
 
 
+def test_a_bound_is_not_shown_as_an_exact_number(tmp_path):
+    exact = write_perplexity(tmp_path / "card.json", card=20.0)
+    content = json.loads(write_perplexity(tmp_path / "mdlm.json", mdlm=19.0).read_text())
+    content["results"][0] |= {"how": "ELBO, 8 samples", "likelihood": "bound", "samples": 8}
+    (tmp_path / "mdlm.json").write_text(json.dumps(content))
+    tasks = json.loads(write_tasks(tmp_path / "tasks.json", "mdlm", 0.5).read_text())
+    (tmp_path / "tasks.json").write_text(json.dumps(tasks | {"likelihood": "bound", "mc_samples": 32}))
+    run = write_run(tmp_path / "run", [7.0], objective="mdlm")
+    lines = (run / "metrics.jsonl").read_text().replace("clean_", "bound_")
+    (run / "metrics.jsonl").write_text(lines)
+    made = Comparison()
+    for entry in (exact, tmp_path / "mdlm.json", tmp_path / "tasks.json", run):
+        made.add(str(entry))
+    table = made.table()
+    assert "**≤ 19.00 ± 0.50 (ELBO, 8 samples)**" in table and " 20.00 ± 0.50 |" in table
+    assert "0.5000 ± 0.0100 (ELBO, 32 samples)" in table, "an accuracy is what bounds chose, and no bound"
+    assert "≤ 7.000 (ELBO, 1 sample)" in table and "99" not in table, "not the perplexity under noise"
+    assert "≤ is a bound: the model may be better" in table
+    assert len(made.rows) == 3, "a model has one row, whatever is known of it"
+    cells = {name: cell for row in made.record()["rows"] for name, cell in row["cells"].items() if "bound" in cell}
+    assert cells["wiki token ppl"]["bound"] == "ELBO, 8 samples"
+
+
 def test_the_best_of_a_column_is_bold_by_its_direction():
     table = comparison(
         {"wiki ppl": 20.0, "arc acc": 0.5, "tokens": 5}, {"wiki ppl": 10.0, "arc acc": 0.25, "tokens": 9}

@@ -52,6 +52,13 @@ def test_the_scores_are_the_checkpoint_s_and_the_run_does_not_notice(corpus, doc
     assert read_run(tmp_path / "with").series["tasks/hellaswag/acc"].keys() == {3, 6}
 
 
+def test_a_model_that_has_a_bound_alone_is_scored_by_it(corpus, documents, tmp_path):
+    run(corpus, tmp_path / "run", *options(documents, "--objective.name=bd3lm", "--objective.block_size=8"))
+    found = records(tmp_path / "run", "tasks")
+    assert [record["step"] for record in found] == [3, 6]
+    assert found[1]["tasks"] == scores_of(folder.final_path(tmp_path / "run", 6), documents)
+
+
 def test_a_run_that_ended_before_its_evaluation_has_it_still_before_it(corpus, documents, tmp_path):
     run_dir = tmp_path / "run"
     scored = []
