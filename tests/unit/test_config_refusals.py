@@ -96,7 +96,6 @@ REFUSALS = [
     ("objective.name=bd3lm; objective.block_size=24", 1, r"block_size=24 does not divide .*=128 .*try (32|16)$"),
     ("objective.name=bd3lm; objective.block_size=0", 1, r"block_size=0 does not divide .*; try 1$"),
     ("objective.name=bd3lm; model.attention_dropout=0.1", 1, r"attention_dropout=0\.1: FlexAttention.* set it to 0"),
-    ("objective.name=mdlm; files=x; data.train=[x]; eval.tasks=[piqa]; eval.tasks_interval=5", 1, r"mdlm has a bound"),
     ("objective.name=bd3lm; CP=2", 2, r"context_parallel_size=2 cannot cut the \[noisy ; clean\] input"),
     ("objective.clean_fraction=1.1", 1, r"objective\.clean_fraction=1\.1 must lie in \[0, 1\]"),
     # data
