@@ -172,12 +172,14 @@ class BoundScorer:
         """Passes over (text, sample), widest first. A text of bd3lm has one row for all its samples: its last one."""
         whole = self.model.block_size is None
         rows = [(text, sample) for text in texts for sample in (range(self.columns) if whole else [self.columns - 1])]
-        while rows:
+        first = 0
+        while first < len(rows):
+            length = len(rows[first][0].tokens)
             # bd3lm's passes over noisy blocks are PASS_WIDTH wide, whatever the text's length
-            width = len(rows[0][0].tokens) if whole else max(len(rows[0][0].tokens), PASS_WIDTH)
+            width = length if whole else max(length, PASS_WIDTH)
             count = max(1, min(self.batch_tokens, LOGITS_OF_A_PASS // self.backend.vocab_size) // width)
-            yield rows[:count]
-            rows = rows[count:]
+            yield rows[first : first + count]
+            first += count
 
     # ------------------------------------------------------------ mdlm
 
