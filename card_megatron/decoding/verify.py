@@ -42,6 +42,8 @@ class Verify:
     def plan(self, rows: Rows, count: int, agree: Callable[[int], int]) -> BlockPass:
         if self.length is not None:
             self.shape = self.length.shapes[agree(self.length.choose(count))]
+            if rows.drafts[:count].max() > self.shape.drafts:  # left by a longer tail: too long a trunk for branches
+                self.shape = Shape(self.shape.drafts)
         cached, limit, drafts = rows.cached[:count, None], rows.limit[:count, None], rows.drafts[:count, None]
         # of a text that is about to end, the last draft has no output to give
         trunk = np.minimum(drafts + 1, limit - cached - 1)

@@ -147,6 +147,17 @@ def test_greedy_verify_is_greedy_ar(backend, drafts, batch_size):
         assert len(stats.advances) > 1
 
 
+def test_shapes_may_change_at_every_pass(backend):
+    """Branches behind what a long tail drafted would be wider than the cache has room for."""
+    prompts = some_prompts(16, longest=60)
+    strategy, rng = Verify(8), np.random.default_rng(0)
+    strategy.length.choose = lambda rows: int(rng.integers(len(strategy.length.shapes)))
+    widths = {shape: shape.tokens(shape.drafts) for shape in strategy.length.shapes}
+    assert strategy.width == max(widths.values()) == 25
+    verified, _ = run(backend, prompts, strategy, batch_size=3)  # which asserts that no pass is wider
+    assert texts(verified) == texts(run(backend, prompts, autoregressive())[0])
+
+
 def sampled(index: int) -> SamplingParams:
     choices = (
         SamplingParams(temperature=1.0, seed=index),
