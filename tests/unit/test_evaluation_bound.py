@@ -108,7 +108,8 @@ def test_what_is_too_long_loses_its_beginning_or_is_refused():
     assert scorer.max_length == POSITIONS - 1, "the last token is fed, too"
     long = [*range(3, 83)]
     scores = scorer.score([(long, [5, 6]), (long[-(POSITIONS - 2) :], [5, 6])])
-    assert scores[0] == scores[1] and scorer.truncated == 1
+    # two rows of one product: which threads add up which of their numbers may differ in the last bits
+    assert scores[0].logprob == pytest.approx(scores[1].logprob, abs=1e-5) and scorer.truncated == 1
     with pytest.raises(ConfigError, match=f"48 tokens is beyond max_length={POSITIONS - 1}"):
         scorer.score([([5], [6] * POSITIONS)])
     with pytest.raises(ConfigError, match=rf"ids must lie in \[0, {VOCAB}\)"):
