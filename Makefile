@@ -25,6 +25,8 @@ $(VENV)/installed: pyproject.toml setup.py constraints.txt card_megatron/version
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[hf,data,eval,plot,mpi,dev]"
+	# apart, for tests/unit/test_fp8_emulation.py alone: transformers would load it in every command, with warnings
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt --target $(VENV)/torchao torchao
 	@touch $@
 
 demo: env

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +40,17 @@ def through(recipe: Recipe, x, weight, grad) -> tuple[torch.Tensor, ...]:
 
 
 # ---------------------------------------------------------------- one scale a tensor: torchao
+
+
+@pytest.fixture(autouse=True, scope="module")
+def torchao():
+    """`make env` keeps it apart; what other tests import must not find it."""
+    folder = str(Path(sys.prefix) / "torchao")
+    sys.path.append(folder)
+    yield
+    sys.path.remove(folder)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+        del sys.modules[name]
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
