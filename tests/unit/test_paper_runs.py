@@ -86,5 +86,5 @@ def refuse_as_causal(run: Path) -> None:
     """What would take its weights for a causal model's does not."""
     with pytest.raises(ConfigError, match="whose attention is not causal; a Hugging Face folder"):
         to_hf(open_source(run), run / "exported", None)
-    with open_model(run) as model, pytest.raises(ConfigError, match="causal; --strategy verify decodes causal models"):
-        generate(model, ["def"], Generation())
+    with open_model(run) as model, pytest.raises(ConfigError, match="which has denoise; leave it out"):
+        generate(model, ["def"], Generation(strategy="verify"))
