@@ -58,8 +58,8 @@ def _bounds(config: RunConfig) -> Iterator[str]:
     t_range = config.objective.t_min, config.objective.t_max
     if config.objective.masks == "count" and t_range not in ((0, 1), (1, 1)):
         yield (
-            f"objective.t_min={t_range[0]} and t_max={t_range[1]} with masks=count: t is a count over a block's tokens, "
-            "rounded up, which leaves the range; set objective.masks=bernoulli"
+            f"objective.t_min={t_range[0]} and t_max={t_range[1]} with masks=count: t is a count over a block's "
+            "tokens, rounded up, which leaves the range; set objective.masks=bernoulli"
         )
     if config.data.eod_mask_loss:
         yield (

@@ -77,8 +77,8 @@ class Generation:
             if getattr(self, name) != getattr(Generation, name):
                 users = " and ".join(other for other, fields in FIELDS.items() if name in fields)
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} is a field of {users}, and means nothing to {strategy}, the strategy "
-                    f"here (objective {objective} is {kind}); leave it out"
+                    f"{name}={getattr(self, name)} is a field of {users}, and means nothing to {strategy}, the "
+                    f"strategy here (objective {objective} is {kind}); leave it out"
                 )
         made = replace(self, strategy=strategy)
         made.build()  # refuses bad numbers

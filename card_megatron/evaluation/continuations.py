@@ -51,7 +51,7 @@ class Continuations:
         if strategy is None and model.objective == "arm":
             strategy = "ar"  # it has no drafts; for card the default is lossless: the text is that of `ar`, sooner
         strategy = Generation(strategy).fitting(model.objective).strategy
-        length = {} if K is None else {"drafts" if strategy == "verify" else "block": K}
+        length: dict[str, Any] = {} if K is None else {"drafts" if strategy == "verify" else "block": K}
         # refused now rather than behind an hour of scoring
         self.options = Generation(strategy, tau=tau, steps=steps, **length).fitting(model.objective)
         self.model, self.batch_tokens = model, batch_tokens

@@ -62,6 +62,14 @@ def test_the_table_has_all_that_the_paper_compares():
     assert objectives["card_arm_mix_25"].clean_fraction == 0.25
 
 
+def test_the_epochs_are_of_the_data_that_their_comments_name():
+    twin, run = (load(*paper.options_of("card_epochs", cpu=cpu)) for cpu in (True, False))
+    shares = [float(share) for share in twin.data.split.split(",")]
+    assert shares[0] / sum(shares) == pytest.approx(1 / 20) and twin.eval.samples
+    steps = 1e9 / (run.train.global_batch_size * run.data.sequence_length)
+    assert run.checkpoint.keep_every == math.ceil(steps) and run.checkpoint.keep_every % run.checkpoint.interval == 0
+
+
 TWINS = [*PARADIGMS[:4], "mdlm_lm1b", "bd3lm_epochs", "bd3lm_block_4_clipped", "card_arm_mix_25"]
 
 
