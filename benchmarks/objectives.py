@@ -69,7 +69,8 @@ def measure(length: int, turns: int, tokens: int) -> dict[str, list[float]]:
 
 def peak_megabytes(objective: str, length: int, tokens: int) -> float:
     command = [sys.executable, __file__, "--memory-of", objective, "--length", str(length), "--tokens", str(tokens)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)  # what it complains of is seen
+    return float(done.stdout.split()[-1])
 
 
 def print_own_peak(objective: str, length: int, tokens: int) -> None:
@@ -100,6 +101,13 @@ def main() -> None:
     parser.add_argument("--memory-of", choices=list(PAPER), help=argparse.SUPPRESS)
     parser.add_argument("--length", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    for length in options.lengths:
+        if length < 1 or MICRO_BATCH_TOKENS % length:
+            parser.error(
+                f"--lengths {length} does not divide the {MICRO_BATCH_TOKENS} tokens of a micro-batch; try 512"
+            )
+    if options.tokens < 1 or options.tokens % MICRO_BATCH_TOKENS:
+        parser.error(f"--tokens {options.tokens} is not a multiple of {MICRO_BATCH_TOKENS}, a micro-batch; try 4096")
     machine = capabilities()
     install()
     if options.memory_of:

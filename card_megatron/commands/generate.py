@@ -136,7 +136,8 @@ def how(options: argparse.Namespace) -> Generation:
         stop=tuple(options.stop),
         sampling=sampling,
     )
-    generation.build()  # refuses bad numbers before a model is loaded
+    if options.strategy is not None:  # else the model chooses it, and whose numbers these are
+        generation.build()  # refuses bad numbers before a model is loaded
     return generation
 
 

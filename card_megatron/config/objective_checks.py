@@ -17,6 +17,8 @@ FIELDS = {
 """What each objective reads; another field that is set would do nothing, without a word."""
 BOUNDS = ("mdlm", "bd3lm")
 """Objectives whose likelihood is a bound."""
+WRITTEN_BEFORE = {"t_sampler": "uniform"}
+"""Defaults of earlier versions, which stand in the config.yaml of their runs: there they count as not set."""
 
 
 def objective_problems(config: RunConfig) -> Iterator[str]:
@@ -25,7 +27,8 @@ def objective_problems(config: RunConfig) -> Iterator[str]:
     yield from _values(objective)
     name, defaults = objective.name, vars(ObjectiveConfig())
     for field, value in vars(objective).items():
-        if field != "name" and field not in FIELDS[name] and value != defaults[field]:
+        unset = value in (defaults[field], WRITTEN_BEFORE.get(field))
+        if field != "name" and field not in FIELDS[name] and not unset:
             users = " and ".join(other for other, fields in FIELDS.items() if field in fields)
             yield f"objective.{field}={value} means nothing to objective.name={name} (only to {users}); leave it out"
     if name in BOUNDS:
@@ -51,6 +54,23 @@ def _bounds(config: RunConfig) -> Iterator[str]:
         yield (
             f"eval.drafts={config.eval.drafts} drafts by causal prediction, which objective.name={name} does not "
             "learn; set it to 0"
+        )
+    t_range = config.objective.t_min, config.objective.t_max
+    if config.objective.masks == "count" and t_range not in ((0, 1), (1, 1)):
+        yield (
+            f"objective.t_min={t_range[0]} and t_max={t_range[1]} with masks=count: t is a count over a block's "
+            "tokens, rounded up, which leaves the range; set objective.masks=bernoulli"
+        )
+    if config.data.eod_mask_loss:
+        yield (
+            f"data.eod_mask_loss=true leaves out predictions from an end-of-document input; objective.name={name} "
+            "predicts a token from all the others, and would never mask the first of a document; leave it out"
+        )
+    window = config.model.transformer.get("window_size")
+    if window is not None:
+        yield (
+            f"model.transformer.window_size={window} is a window of causal attention, which objective.name={name} "
+            "does not have; leave it out"
         )
     if name != "bd3lm":
         return

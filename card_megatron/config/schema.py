@@ -107,7 +107,7 @@ class ObjectiveConfig:
     block_size: int = 16
     """bd3lm: tokens in a block, denoised together given the blocks before; divides data.sequence_length."""
     masks: Literal["count", "bernoulli"] = "count"
-    """mdlm, bd3lm: floor(t K) + 1 of a block's K tokens, or each with probability t: the same bound, more variance."""
+    """mdlm, bd3lm: floor(t K) + 1 of a block's K tokens; or each with probability t: a diffusion from t = 1e-3 on."""
     clean_fraction: float = 0.0
     """Share of samples that stay clean; 1 is arm."""
     keep_first: bool = True

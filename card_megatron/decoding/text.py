@@ -19,10 +19,14 @@ from card_megatron.decoding.sampling import SamplingParams
 from card_megatron.decoding.verify import Verify
 from card_megatron.objectives import OBJECTIVES
 
-STRATEGIES = ("verify", "confidence", "ar", "denoise")
-CAUSAL_ONLY = ("tau", "max_passes", "commit", "min_fill", "drafts", "adaptive", "branches")
-DIFFUSION_ONLY = ("steps", "order")
-"""Fields of Generation that mean nothing to the other kind of model."""
+FIELDS = {
+    "verify": ("drafts", "adaptive", "branches"),
+    "confidence": ("block", "tau", "max_passes", "commit", "min_fill"),
+    "ar": (),
+    "denoise": ("block", "steps", "order"),
+}
+"""Strategy -> the fields of Generation that it reads; another's that is set would do nothing, without a word."""
+STRATEGIES = tuple(FIELDS)
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,6 @@ class Generation:
 
     def fitting(self, objective: str) -> Generation:
         """With the strategy that a model of this objective has; refuses what does not fit it."""
-        self.build()  # what is no strategy, or has bad numbers, fits nothing
         diffusion = OBJECTIVES[objective].attention != "causal"
         fits = ("denoise",) if diffusion else tuple(name for name in STRATEGIES if name != "denoise")
         kind = "masked diffusion" if diffusion else "a causal model"
@@ -69,12 +72,17 @@ class Generation:
                 f"--strategy {self.strategy}: objective {objective} is {kind}, which has {', '.join(fits)}; "
                 "leave it out, or choose one of these"
             )
-        for name in CAUSAL_ONLY if diffusion else DIFFUSION_ONLY:
+        strategy = self.strategy or fits[0]
+        for name in sorted({name for fields in FIELDS.values() for name in fields} - {*FIELDS[strategy]}):
             if getattr(self, name) != getattr(Generation, name):
+                users = " and ".join(other for other, fields in FIELDS.items() if name in fields)
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} means nothing to objective {objective}, {kind}; leave it out"
+                    f"{name}={getattr(self, name)} is a field of {users}, and means nothing to {strategy}, the "
+                    f"strategy here (objective {objective} is {kind}); leave it out"
                 )
-        return replace(self, strategy=self.strategy or fits[0])
+        made = replace(self, strategy=strategy)
+        made.build()  # refuses bad numbers
+        return made
 
     def build(self) -> Strategy | Denoise:
         """The strategy, new: one that adapts remembers what it has seen."""

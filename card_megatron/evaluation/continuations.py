@@ -50,10 +50,10 @@ class Continuations:
     ):
         if strategy is None and model.objective == "arm":
             strategy = "ar"  # it has no drafts; for card the default is lossless: the text is that of `ar`, sooner
-        self.options = Generation(strategy, tau=tau, block=K, steps=steps).fitting(model.objective)
-        if K is not None and self.options.strategy == "verify":
-            self.options = replace(self.options, drafts=K)
-        self.options.build()  # refused now rather than behind an hour of scoring
+        strategy = Generation(strategy).fitting(model.objective).strategy
+        length: dict[str, Any] = {} if K is None else {"drafts" if strategy == "verify" else "block": K}
+        # refused now rather than behind an hour of scoring
+        self.options = Generation(strategy, tau=tau, steps=steps, **length).fitting(model.objective)
         self.model, self.batch_tokens = model, batch_tokens
 
     def __repr__(self) -> str:

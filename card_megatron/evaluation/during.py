@@ -44,7 +44,13 @@ class DuringTraining:
         with undisturbed():
             model = open_in_groups(checkpoint, ema=self.ema, beat=beat)
             found = evaluate_tasks(model, self.names, data=self.data, limit=self.limit)
-        return None if found is None else found["results"]
+        if found is None:
+            return None
+        record = {"tasks": found["results"]}
+        if found["likelihood"] == "bound":
+            names = ("mc_samples", "mean_loglikelihood_error")
+            record["task_bounds"] = {name: found[name] for name in names if found[name] is not None}
+        return record
 
 
 def open_in_groups(checkpoint: Path, *, ema: bool, beat: Callable[[], None]) -> OpenModel:

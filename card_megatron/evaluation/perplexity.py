@@ -7,6 +7,7 @@ The end itself is not scored: sets that are cut into documents differently stay 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from card_megatron.config.errors import ConfigError
 from card_megatron.decoding.model import OpenModel
 from card_megatron.evaluation.bound import has_bound, scorer_for
 from card_megatron.evaluation.report import NOTHING, perplexity_of, shown
+from card_megatron.evaluation.store import request_key
 from card_megatron.evaluation.texts import TextSet
 from card_megatron.objectives import OBJECTIVES
 
@@ -24,7 +26,7 @@ TOKENS_AT_ONCE = 1 << 19
 """Documents are tokenised and scored in groups of about this many tokens: memory does not grow with the set."""
 UNITS = ("token", "word", "byte")
 SAMPLES = 8
-"""Of a bound's noise, for each window; a set has many windows, whose errors average."""
+"""Of a bound's noise, for each window; a set has many windows, whose errors average where the windows differ."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def measure(
     scorer = scorer_for(model, max_length=window, samples=samples, seed=seed)
     nlls: list[float] = []
     tokens: list[int] = []
-    variance = 0.0
+    errors: defaultdict[str, float] = defaultdict(float)
     for rows in token_rows(model, texts):
         spans = [(index, span) for index, row in enumerate(rows) for span in windows(len(row), window, stride)]
         pairs = [(rows[index][span.start : span.first], rows[index][span.first : span.stop]) for index, span in spans]
@@ -130,9 +132,10 @@ def measure(
         def told(done: int, total: int, before: int = before, here: int = here) -> None:
             progress(before + round(done / max(1, total) * here), sum(sizes))
 
-        for (index, _), score in zip(spans, scorer.score(pairs, progress=told), strict=True):
+        for (index, _), pair, score in zip(spans, pairs, scorer.score(pairs, progress=told), strict=True):
             found[index] -= score.logprob
-            variance += score.error**2
+            if bound:
+                errors[request_key("window", *pair)] += score.error  # equal windows have equal noise: no average
         nlls += found
         tokens += [len(row) - 1 for row in rows]
     (by_token, token_error), (by_word, word_error), (by_byte, byte_error) = (
@@ -150,7 +153,7 @@ def measure(
         sum(words),
         sum(sizes),
         sum(nlls),
-        math.sqrt(variance) if bound else None,
+        math.hypot(*errors.values()) if bound else None,
         by_token,
         by_word,
         by_byte,

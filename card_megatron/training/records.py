@@ -278,6 +278,11 @@ class ProgressLine:
     def tasks(self, record: dict[str, Any]) -> None:
         for name, metrics in record["tasks"].items():
             shown = "  ".join(f"{metric} {_shown(cell['value'], '.4f')}" for metric, cell in metrics.items())
+            if "task_bounds" in record:
+                bounds = record["task_bounds"]
+                shown += f"  by bounds of {bounds['mc_samples']} samples"
+                if "mean_loglikelihood_error" in bounds:
+                    shown += f", ± {bounds['mean_loglikelihood_error']:.3g} nats each"
             self.say(f"task {name} after step {record['step']}: {shown}")
 
     def close(self) -> None:

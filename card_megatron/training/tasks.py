@@ -15,7 +15,8 @@ from card_megatron.training.records import Recorder
 from card_megatron.training.watchdog import Watchdog
 
 ScoreTasks = Callable[[Path, Callable[[], None]], dict[str, Any] | None]
-"""Given a checkpoint of this run and a sign of life to give: {task: {metric: {"value", "stderr"}}} on rank 0. All
+"""Given a checkpoint of this run and a sign of life to give, what is to be recorded, on rank 0: "tasks", which is
+{task: {metric: {"value", "stderr"}}}, and, where these come from bounds, "task_bounds": their samples and error. All
 ranks call it, inside the run's groups; it leaves random states and the model of the run as they were."""
 
 
@@ -61,7 +62,7 @@ class Tasks:
         if problems:
             recorder.say(f"tasks could not be evaluated after step {step}: {problems[0]}; going on")
         elif results is not None:
-            recorder.tasks({"step": step, "tasks": results})
+            recorder.tasks({"step": step, **results})
 
 
 def has_record(metrics: Path, step: int) -> bool:

@@ -89,10 +89,23 @@ REFUSALS = [
         1,
         r"tail_factor=2\.0 means nothing to objective\.name=arm \(only to card\); leave it out",
     ),
+    ("objective.name=arm; objective.t_sampler=stratified", 1, r"t_sampler=stratified means nothing to .*=arm"),
     ("objective.block_size=4", 1, r"block_size=4 means nothing to objective\.name=card \(only to bd3lm\)"),
     ("objective.name=mdlm; objective.normalize=weights", 1, r"normalize=weights means nothing to objective\.name=mdlm"),
     ("objective.name=bd3lm; objective.clean_fraction=0.5", 1, r"clean_fraction=0\.5 means nothing to .*bd3lm \(only"),
     ("objective.name=mdlm; eval.drafts=4", 1, r"eval\.drafts=4 drafts by causal prediction, which .*mdlm does not"),
+    (
+        "objective.name=bd3lm; objective.t_min=0.45; objective.t_max=0.95",
+        1,
+        r"t_min=0\.45 and t_max=0\.95 with masks=count: .* leaves the range; set objective\.masks=bernoulli",
+    ),
+    ("objective.name=mdlm; objective.t_min=0.5; objective.t_max=0.5", 1, r"with masks=count.*masks=bernoulli"),
+    ("objective.name=mdlm; data.eod_mask_loss=true", 1, r"eod_mask_loss=true leaves out .*mdlm .*; leave it out"),
+    (
+        "objective.name=bd3lm; transformer.window_size=[16, 0]",
+        1,
+        r"window_size=\[16, 0\] is a window of causal attention, which .*bd3lm does not have; leave it out",
+    ),
     ("objective.name=bd3lm; objective.block_size=24", 1, r"block_size=24 does not divide .*=128 .*try (32|16)$"),
     ("objective.name=bd3lm; objective.block_size=0", 1, r"block_size=0 does not divide .*; try 1$"),
     ("objective.name=bd3lm; model.attention_dropout=0.1", 1, r"attention_dropout=0\.1: FlexAttention.* set it to 0"),
@@ -320,7 +333,9 @@ def test_what_a_gpu_allows():
 
 
 LEGAL = [
-    ("objective.name=mdlm; objective.t_min=0.3; CP=2", 2),
+    ("objective.name=mdlm; objective.t_min=0.3; objective.masks=bernoulli; CP=2", 2),
+    ("objective.name=mdlm; objective.t_min=1", 1),
+    ("objective.name=arm; objective.t_sampler=uniform", 1),  # as runs have it that were begun when it was the default
     ("objective.name=bd3lm; objective.masks=bernoulli; objective.block_size=4; TP=2; SP=true", 2),
     ("objective.tail_factor=inf", 1),
     ("TP=2; SP=true; CP=2; PP=2; VPP=2", 16),

@@ -92,6 +92,21 @@ def test_noise_levels_fill_their_range_evenly_and_depend_on_the_key_alone(name):
     assert (whole.t_min, whole.t_max) == (0.0, 1.0)
 
 
+@pytest.mark.parametrize(("name", "t_min", "t_max"), [("mdlm", 0.3, 0.35), ("bd3lm", 0.45, 0.95)])
+def test_the_noise_of_a_clipped_schedule_stays_in_its_range(name, t_min, t_max):
+    fields = {"block_size": 4} if name == "bd3lm" else {}
+    drawn = [
+        corrupt(range(3, 67), index=index, name=name, t_min=t_min, t_max=t_max, masks="bernoulli", **fields)
+        for index in range(100)
+    ]
+    used = np.concatenate([1 / sample.weights[sample.weights > 0] for sample in drawn])
+    assert used.min() >= t_min - 1e-6 and used.max() <= t_max + 1e-6
+    middle = (t_min + t_max) / 2
+    assert np.mean([sample.t for sample in drawn]) == pytest.approx(middle, abs=0.01)
+    masked = np.mean([sample.weights > 0 for sample in drawn])
+    assert masked == pytest.approx(middle, abs=4 * 0.5 / math.sqrt(64 * 100))
+
+
 def test_an_end_of_document_is_learned_like_any_token():
     masked = sum((corrupt([5, 6, EOD, 7], index=index).tokens == MASK) for index in range(400))
     assert (np.abs(masked / 400 - 0.625) < 0.1).all()  # counts 1 .. 4 of 4, equally likely

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from card_megatron.config.errors import ConfigError
 from card_megatron.evaluation import bound as bound_module
+from card_megatron.evaluation import perplexity
 from card_megatron.evaluation.bound import BoundScorer
 from card_megatron.evaluation.scorer import Scorer
+from card_megatron.evaluation.texts import TextSet
 from tests.denoisers import MASK, POSITIONS, VOCAB, enumerated_bound, nll_of, opened
 
 NAMES = ["mdlm", "bd3lm"]
@@ -80,6 +83,22 @@ def test_noise_depends_on_the_seed_the_text_and_the_sample_alone(name):
         one, two = (scorer._text(place, *pair, common_noise=common) for place, pair in enumerate(endings))
         same = [np.array_equal(scorer._noise(one, n).masked, scorer._noise(two, n).masked) for n in range(4)]
         assert all(same) == common
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_errors_of_equal_windows_add_up_and_those_of_others_average(name, monkeypatch):
+    model = opened(name)
+    model.tokenizer.encode_batch = lambda texts: [np.frombuffer(text.encode(), np.uint8) - 60 for text in texts]
+
+    def error_of(*documents: str) -> float:
+        return perplexity.measure(model, TextSet("s", Path("s"), list(documents)), samples=3).nll_sampling_error
+
+    one, other = error_of("abcdefgh"), error_of("hgfedcba")
+    assert one > 0 and other > 0
+    for tokens_at_once in (perplexity.TOKENS_AT_ONCE, 1):
+        monkeypatch.setattr(perplexity, "TOKENS_AT_ONCE", tokens_at_once)
+        assert error_of("abcdefgh", "hgfedcba") == pytest.approx(math.hypot(one, other), rel=1e-4)
+        assert error_of("abcdefgh", "hgfedcba", "abcdefgh") == pytest.approx(math.hypot(2 * one, other), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -33,10 +33,10 @@ def options(documents: Path, *more: str) -> list[str]:
     return [*TINY, EVERY_3, "--eval.tasks=[hellaswag]", f"--eval.tasks_data={documents}", *more]
 
 
-def run(corpus: Path, run_dir: Path, *overrides: str) -> None:
+def run(corpus: Path, run_dir: Path, *overrides: str, console: bool = False) -> None:
     config = tiny_config(corpus, run_dir, *overrides)
     score = DuringTraining(config) if config.eval.tasks else None
-    train_run(config, Ranks(), console=False, score_tasks=score)
+    train_run(config, Ranks(), console=console, score_tasks=score)
 
 
 def test_the_scores_are_the_checkpoint_s_and_the_run_does_not_notice(corpus, documents, tmp_path):
@@ -47,16 +47,23 @@ def test_the_scores_are_the_checkpoint_s_and_the_run_does_not_notice(corpus, doc
     found = records(tmp_path / "with", "tasks")
     assert [record["step"] for record in found] == [3, 6] == sorted(steps_of(tmp_path / "with"))
     assert found[0]["tasks"] == scores_of(folder.final_path(tmp_path / "with", 3), documents)
+    assert "task_bounds" not in found[0], "its likelihoods are exact"
     acc = found[0]["tasks"]["hellaswag"]["acc"]
     assert 0 <= acc["value"] <= 1 and acc["stderr"] > 0
     assert read_run(tmp_path / "with").series["tasks/hellaswag/acc"].keys() == {3, 6}
 
 
-def test_a_model_that_has_a_bound_alone_is_scored_by_it(corpus, documents, tmp_path):
-    run(corpus, tmp_path / "run", *options(documents, "--objective.name=bd3lm", "--objective.block_size=8"))
+def test_a_model_that_has_a_bound_alone_is_scored_by_it_and_says_so(corpus, documents, tmp_path, capsys):
+    bd3lm = options(documents, "--objective.name=bd3lm", "--objective.block_size=8")
+    run(corpus, tmp_path / "run", *bd3lm, console=True)
     found = records(tmp_path / "run", "tasks")
     assert [record["step"] for record in found] == [3, 6]
     assert found[1]["tasks"] == scores_of(folder.final_path(tmp_path / "run", 6), documents)
+    for record in found:
+        assert record["task_bounds"]["mc_samples"] == 32 and record["task_bounds"]["mean_loglikelihood_error"] > 0
+    assert "task hellaswag after step 6: acc " in (said := capsys.readouterr().out)
+    assert f"by bounds of 32 samples, ± {found[1]['task_bounds']['mean_loglikelihood_error']:.3g} nats each" in said
+    assert read_run(tmp_path / "run").series["task_bounds/mc_samples"] == {3: 32, 6: 32}
 
 
 def test_a_run_that_ended_before_its_evaluation_has_it_still_before_it(corpus, documents, tmp_path):
@@ -65,7 +72,7 @@ def test_a_run_that_ended_before_its_evaluation_has_it_still_before_it(corpus, d
 
     def score(checkpoint: Path, beat: Callable[[], None]) -> dict[str, Any]:
         scored.append(checkpoint.name)
-        return {"a": {"acc": {"value": 0.5, "stderr": None}}}
+        return {"tasks": {"a": {"acc": {"value": 0.5, "stderr": None}}}}
 
     def start() -> None:
         train_run(tiny_config(corpus, run_dir, *options(documents)), Ranks(), console=False, score_tasks=score)

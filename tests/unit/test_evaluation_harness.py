@@ -123,8 +123,10 @@ def test_generation_options_that_cannot_be_are_refused(card, options, message):
     [
         ({}, "needs checkpoint=PATH"),
         ({"checkpoint": "x", "pretained": "y"}, "model_args has pretained"),
-        ({"strategy": "beam"}, "strategy 'beam' is none of"),
+        ({"strategy": "beam"}, "--strategy beam: objective card is a causal model, which has verify, confidence, ar"),
         ({"strategy": "confidence", "K": 0}, "must be at least 1"),
+        ({"strategy": "ar", "K": 4}, "block=4 is a field of confidence and denoise, and means nothing to ar"),
+        ({"tau": 0.5}, "tau=0.5 is a field of confidence, and means nothing to verify"),
         ({"max_length": 1000}, "max_length=1000 must lie in 1 .. 96"),
     ],
 )

@@ -58,7 +58,8 @@ def test_strategies_and_models_agree(request, tmp_path, where):
     texts = {}
     for strategy in ("ar", "verify", "confidence"):
         output = tmp_path / f"{strategy}.jsonl"
-        card_generate(model, *PROMPTS, "--strategy", strategy, "--max-new-tokens=24", "--output", output, "--tau=2")
+        own = ["--tau=2"] if strategy == "confidence" else []
+        card_generate(model, *PROMPTS, "--strategy", strategy, "--max-new-tokens=24", "--output", output, *own)
         texts[strategy] = [(line["prompt"], line["text"], line["tokens"]) for line in lines_of(output)]
     assert texts["ar"] == texts["verify"]
     assert texts["ar"] == texts["confidence"], "tau=2 fills one slot a pass: the first"
@@ -252,12 +253,11 @@ def test_custom_generate_in_plain_transformers_is_ours(run, exported):
     ours = {}
     with open_model(exported) as model:
         for name, option in options.items():
+            own = dict(block=4, tau=0.3, max_passes=3) if name == "confidence" else {}
             generation = Generation(
                 strategy=option["strategy"],
                 max_new_tokens=20,
-                block=4,
-                tau=0.3,
-                max_passes=3,
+                **own,
                 sampling=SamplingParams(
                     temperature=option.get("temperature", 0.0), top_k=option.get("top_k", 0), seed=option.get("seed", 0)
                 ),

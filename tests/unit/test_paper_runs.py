@@ -62,6 +62,14 @@ def test_the_table_has_all_that_the_paper_compares():
     assert objectives["card_arm_mix_25"].clean_fraction == 0.25
 
 
+def test_the_epochs_are_of_the_data_that_their_comments_name():
+    twin, run = (load(*paper.options_of("card_epochs", cpu=cpu)) for cpu in (True, False))
+    shares = [float(share) for share in twin.data.split.split(",")]
+    assert shares[0] / sum(shares) == pytest.approx(1 / 20) and twin.eval.samples
+    steps = 1e9 / (run.train.global_batch_size * run.data.sequence_length)
+    assert run.checkpoint.keep_every == math.ceil(steps) and run.checkpoint.keep_every % run.checkpoint.interval == 0
+
+
 TWINS = [*PARADIGMS[:4], "mdlm_lm1b", "bd3lm_epochs", "bd3lm_block_4_clipped", "card_arm_mix_25"]
 
 
@@ -86,5 +94,5 @@ def refuse_as_causal(run: Path) -> None:
     """What would take its weights for a causal model's does not."""
     with pytest.raises(ConfigError, match="whose attention is not causal; a Hugging Face folder"):
         to_hf(open_source(run), run / "exported", None)
-    with open_model(run) as model, pytest.raises(ConfigError, match="causal; --strategy verify decodes causal models"):
-        generate(model, ["def"], Generation())
+    with open_model(run) as model, pytest.raises(ConfigError, match="which has denoise; leave it out"):
+        generate(model, ["def"], Generation(strategy="verify"))
