@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from card_megatron.config.checks import check
+from card_megatron.config.checks import check, check_sizes
 from card_megatron.config.errors import ConfigError
-from card_megatron.config.load import config_parser, load_config, rank_count
+from card_megatron.config.load import config_parser, load_config, option_pairs
 from card_megatron.config.precision import resolve_precision
 from card_megatron.config.schema import DataConfig, ParallelConfig, RunConfig
 from card_megatron.objectives import OBJECTIVES
@@ -20,19 +22,19 @@ from card_megatron.planning.goodput import GPU_MTBF_HOURS, Failures
 from card_megatron.planning.gpus import GPUS
 from card_megatron.planning.layouts import FIELDS, Layout, estimate, layout_rules, search
 from card_megatron.planning.speed import Cluster
-from card_megatron.planning.write import edited, replace_file
+from card_megatron.planning.write import edited, read_file, replace_file
 
-DESCRIPTION = """Rank every legal layout of a run on these GPUs by expected speed, with the memory of the fullest GPU
+DESCRIPTION = """Rank the legal layouts of a run on these GPUs by expected speed, with the memory of the fullest GPU
 by item, MFU, hours and GPU-hours of the token budget. Nothing is started, no GPU is needed. docs/scaling.md says what
 the numbers rest on."""
 
 
 def run(arguments: Sequence[str]) -> None:
     parser = config_parser("card plan", DESCRIPTION)
-    parser.add_argument("--gpus", type=rank_count, help="GPUs of the run.")
+    parser.add_argument("--gpus", type=count, help="GPUs of the run.")
     parser.add_argument("--gpu", choices=list(GPUS), default="h100-80gb", help="Which GPU.")
-    parser.add_argument("--gpus-per-node", type=rank_count, default=8, help="GPUs that NVLink joins.")
-    parser.add_argument("--top", type=rank_count, default=10, help="Layouts to show.")
+    parser.add_argument("--gpus-per-node", type=count, default=8, help="GPUs that NVLink joins.")
+    parser.add_argument("--top", type=count, default=10, help="Layouts to show.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object instead of tables.")
     parser.add_argument("--write", action="store_true", help="Write the fastest layout into the file of --config.")
     parser.add_argument("--goodput", action="store_true", help="Checkpoint interval against failures, instead.")
@@ -50,7 +52,9 @@ def run(arguments: Sequence[str]) -> None:
         return
     if options.gpus is None:
         raise ConfigError("--gpus is missing: say how many GPUs the run may have, e.g. --gpus 64")
-    if options.write and len(options.config or []) != 1:
+    # what was parsed holds the contents of a file with short forms: the path is on the command line alone
+    files = [Path(str(value)) for option, value in option_pairs(arguments) if option == "--config"]
+    if options.write and len(files) != 1:
         raise ConfigError("--write needs one --config FILE to write the layout into")
     config = plannable(config, options.gpu)
     cluster = Cluster(GPUS[options.gpu], options.gpus, options.gpus_per_node)
@@ -74,11 +78,17 @@ def run(arguments: Sequence[str]) -> None:
         lines += [f"advice: {line}" for line in report.advice(config, best)]
     print("\n".join(lines))
     if options.write:
-        path = Path(str(options.config[0]))
-        changed = write_layout(path, best)
-        if not options.json:
-            said = ", ".join(f"{key}={value}" for key, value in changed.items())
-            print(f"{path}: {said}" if changed else f"{path} has this layout already")
+        changed = write_layout(files[0], best)
+        said = ", ".join(f"{key}={value}" for key, value in changed.items())
+        said = f"{files[0]}: {said}" if changed else f"{files[0]} has this layout already"
+        print(said, file=sys.stderr if options.json else sys.stdout)
+
+
+def count(value: str | int) -> int:
+    """The type of numbers of things; jsonargparse also asks it about a value that is an integer already."""
+    if not str(value).isdecimal() or int(value) < 1:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a whole number; give 1 or more")
+    return int(value)
 
 
 def positive(value: str | float) -> float:
@@ -109,7 +119,18 @@ def plannable(config: RunConfig, gpu: str) -> RunConfig:
         raise ConfigError(
             f"model.num_moe_experts={config.model.num_moe_experts}: card plan knows dense models only; leave it out"
         )
+    if config.parallel.expert_model_parallel_size > 1:
+        raise ConfigError(
+            f"parallel.expert_model_parallel_size={config.parallel.expert_model_parallel_size} shares experts, and card "
+            "plan knows dense models only; leave it out"
+        )
+    check_sizes(config)
     precision = resolve_precision(config.precision)
+    if precision.emulate:
+        raise ConfigError(
+            "precision.emulate=true studies FP8 on local layers and is many times slower than what it emulates; plan "
+            "with precision.emulate=false"
+        )
     if precision.hardware_fp8 and (GPUS[gpu].fp8_flops is None or precision.fp8_recipe == "mxfp8"):
         raise ConfigError(
             f"precision.preset={config.precision.preset} does not run on {gpu}; use "
@@ -120,7 +141,10 @@ def plannable(config: RunConfig, gpu: str) -> RunConfig:
         config,
         data=DataConfig(mock=True, sequence_length=length),
         parallel=ParallelConfig(),
-        train=replace(config.train, micro_batch_size=1, rampup_batch_size=None),
+        # as many rows as may help FP8, whose tokens are counted in powers of two up to this one
+        train=replace(
+            config.train, micro_batch_size=math.gcd(config.train.global_batch_size, 128), rampup_batch_size=None
+        ),
         eval=replace(config.eval, tasks=[], tasks_interval=0),
         logging=replace(config.logging, wandb_project=None),
     )
@@ -155,24 +179,35 @@ def write_layout(path: Path, layout: Layout) -> dict[str, Any]:
     """Set the layout's fields in a YAML file and return those that changed; the file is whole at any time."""
     before, _ = load_config([f"--config={path}"])
     changes = {key: _field(layout.config, key) for key in FIELDS if _field(before, key) != _field(layout.config, key)}
-    if not changes:
-        return changes
-    text = edited(path.read_text(encoding="utf-8"), changes)
+    text = edited(read_file(path), changes)
     draft = path.with_name(f".{path.name}.draft.yaml")
     try:
-        draft.write_text(text, encoding="utf-8")
+        draft.write_text(text, encoding="utf-8", newline="")
         after, _ = load_config([f"--config={draft}"])
     finally:
         draft.unlink(missing_ok=True)
-    wrong = [key for key in FIELDS if _field(after, key) != _field(layout.config, key)]
-    problems = layout_rules(after, layout.cluster.gpus)
-    if wrong or problems:
-        reason = f"{wrong[0]} would not take its value" if wrong else problems[0]
+    problems = [*_differences(after, layout.config)] or layout_rules(after, layout.cluster.gpus)
+    if problems:
         raise ConfigError(
-            f"{path} is left as it was: {reason}; options that the layout was planned with belong into the file too"
+            f"{path} is left as it was: {', '.join(problems)}; options that the layout was planned with belong into "
+            "the file too"
         )
-    replace_file(path, text)
+    if changes:
+        replace_file(path, text)
     return changes
+
+
+def _differences(file: RunConfig, planned: RunConfig) -> Iterator[str]:
+    """Fields that a plan depends on and that a file does not have as they were planned."""
+    from card_megatron.training.preflight import resolve_vocabulary
+
+    if file.model.vocab_size is None:
+        file, _ = resolve_vocabulary(file)
+    for section in ("model", "objective", "train", "parallel", "precision", "ema", "data"):
+        held, wanted = asdict(getattr(file, section)), asdict(getattr(planned, section))
+        for name in ("sequence_length",) if section == "data" else held:
+            if held[name] != wanted[name]:
+                yield f"{section}.{name}={held[name]} there and {wanted[name]} in this plan"
 
 
 def _field(config: RunConfig, key: str) -> Any:

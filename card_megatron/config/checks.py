@@ -32,6 +32,15 @@ def check(config: RunConfig, *, world_size: int, cuda: bool, transformer_engine:
         problems += [*layout_problems(config, world_size), *batch_problems(config, world_size)]
         problems += [*precision_problems(config)]
         problems += [*machine_problems(config, cuda=cuda, transformer_engine=transformer_engine)]
+    _refuse(problems)
+
+
+def check_sizes(config: RunConfig) -> None:
+    """Raise ConfigError unless the sizes make sense, so that others may divide by them."""
+    _refuse([*_sizes(config)])
+
+
+def _refuse(problems: list[str]) -> None:
     if problems:
         raise ConfigError(problems[0] if len(problems) == 1 else "\n  - ".join(["this run cannot start:", *problems]))
 

@@ -10,6 +10,10 @@ GPU_MTBF_HOURS = 50_700
 """Hours between failures of one GPU with its share of node, network and software: Llama 3's 54 days on 16,384 H100s had
 419 unexpected interruptions (arXiv:2407.21783, section 3.3.4)."""
 
+NO_PROGRESS = 6.0
+"""Mean times between failures that an interval with its save and a restart may take. By Daly's formula less than 2% of
+the time is progress beyond it, and a simulation would have to live through hundreds of failures for every save."""
+
 
 @dataclass(frozen=True)
 class Failures:
@@ -30,6 +34,11 @@ class Failures:
 def best_interval(failures: Failures) -> float:
     """Young's and Daly's first-order optimum: seconds of progress between checkpoints."""
     return math.sqrt(2 * failures.save * failures.mtbf)
+
+
+def progresses(interval: float, failures: Failures) -> bool:
+    """False where nearly every attempt at a checkpoint fails."""
+    return (interval + failures.save + failures.restart) / failures.mtbf <= NO_PROGRESS
 
 
 def expected_goodput(interval: float, failures: Failures) -> float:

@@ -1,4 +1,4 @@
-"""Every layout that a run can have on these GPUs, with its memory and its speed, fastest first."""
+"""Layouts that a run can have on these GPUs, with its memory and its speed, fastest first."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ FIELDS = (
     "parallel.context_parallel_size",
     "parallel.overlap_grad_reduce",
     "parallel.overlap_param_gather",
+    "parallel.tp_comm_overlap",
     "train.micro_batch_size",
     "model.recompute_granularity",
     "model.recompute_method",
@@ -90,7 +91,7 @@ def estimate(config: RunConfig, cluster: Cluster) -> Layout:
 
 
 def search(config: RunConfig, cluster: Cluster) -> Search:
-    """All layouts of powers of two (and the GPUs of a node for tensor parallelism), judged."""
+    """All candidates, judged."""
     fitting, too_large, refused = [], [], Counter[str]()
     for candidate in candidates(config, cluster):
         problems = layout_rules(candidate, cluster.gpus)
@@ -118,10 +119,8 @@ def layout_rules(config: RunConfig, gpus: int) -> list[str]:
 
 def candidates(config: RunConfig, cluster: Cluster) -> Iterator[RunConfig]:
     """Layouts to ask the rules about; overlap and sequence parallelism are taken wherever they can be."""
-    tensor = [size for size in range(1, cluster.gpus_per_node + 1) if cluster.gpus_per_node % size == 0]
-    doubled = [2**power for power in range(cluster.gpus.bit_length())]
-    pipeline = [size for size in doubled if size <= config.model.num_layers]
-    context = [size for size in doubled if size <= 16]
+    tensor, pipeline = _divisors(cluster.gpus_per_node), _divisors(cluster.gpus, config.model.num_layers)
+    context = _divisors(cluster.gpus, 16)
     micro = [size for size in (1, 2, 4, 8, 16, 32, 64, 128) if size <= config.train.global_batch_size]
     for tp, pp, cp, rows in itertools.product(tensor, pipeline, context, micro):
         if cluster.gpus % (tp * pp * cp):
@@ -146,6 +145,10 @@ def candidates(config: RunConfig, cluster: Cluster) -> Iterator[RunConfig]:
                     overlap_param_gather=True,
                 ),
             )
+
+
+def _divisors(number: int, at_most: int | None = None) -> list[int]:
+    return [size for size in range(1, min(number, at_most or number) + 1) if number % size == 0]
 
 
 def recompute_choices(config: RunConfig) -> list[ModelConfig]:

@@ -46,7 +46,7 @@ class Memory:
 
 
 def memory(config: RunConfig, world_size: int, *, engine: bool) -> Memory:
-    """The fullest pipeline stage. `engine`: Transformer Engine's layers on a GPU, rather than local ones."""
+    """The fullest pipeline stage. `engine`: Transformer Engine's layers, rather than local ones; on a GPU either way."""
     return max(memory_by_stage(config, world_size, engine=engine), key=lambda held: held.total)
 
 
@@ -75,7 +75,7 @@ def _stage_memory(config: RunConfig, stage: Stage, replicas: int, *, engine: boo
         average=0.0 if config.ema.decay is None else (linear + other) * FP32 / shards,
         activations=activations,
         logits=logits,
-        workspace=_workspace(sizes, stage, number, activations) if engine else 0.0,
+        workspace=_workspace(sizes, stage, number, activations),
     )
 
 
@@ -111,9 +111,9 @@ def saved(config: RunConfig, sizes: Sizes, stage: Stage, in_fp8: list[bool], *, 
         given = model.recompute_num_layers or 1
         if model.recompute_method == "block":  # the first layers of every chunk, each from its own input
             inputs = min(given * (config.parallel.virtual_pipeline_model_parallel_size or 1), len(whole))
-            kept, group = whole[inputs:], max(whole)
+            kept, group = whole[inputs:], max(whole, default=0.0)
         else:  # all of them, in groups that begin with one saved input
-            kept, inputs, group = [], math.ceil(len(whole) / given), given * max(whole)
+            kept, inputs, group = [], math.ceil(len(whole) / given), given * max(whole, default=0.0)
     layers = stage.in_flight * (sum(kept) + inputs * residual * number)
     head, logits = 0.0, 0.0
     if stage.last:

@@ -10,8 +10,8 @@ from card_megatron.config.derived import flops_per_token, parameter_count, total
 from card_megatron.config.errors import ConfigError
 from card_megatron.config.precision import resolve_precision
 from card_megatron.config.schema import RunConfig
-from card_megatron.planning.goodput import Failures, best_interval, expected_goodput, simulated_goodput
-from card_megatron.planning.layouts import USABLE, Layout, Search, estimate, recompute_choices
+from card_megatron.planning.goodput import Failures, best_interval, expected_goodput, progresses, simulated_goodput
+from card_megatron.planning.layouts import USABLE, Layout, Search, estimate, layout_rules, recompute_choices
 from card_megatron.planning.memory import GIB
 from card_megatron.planning.speed import SLOWDOWN, Cluster, work
 
@@ -124,31 +124,37 @@ def recomputed(layout: Layout) -> list[Layout]:
 
 
 def advice(config: RunConfig, best: Layout) -> Iterator[str]:
-    """What else would make the run faster, with what it is expected to bring."""
+    """What else would make the run faster, with what it is expected to bring: only what is legal and fits."""
 
-    def gain(changed: RunConfig) -> str:
-        faster = estimate(changed, best.cluster).tokens_per_second
-        return f"{faster:,.0f} tokens/s/GPU, {faster / best.tokens_per_second - 1:+.0%}"
+    def gain(words: str, changed: RunConfig) -> Iterator[str]:
+        if layout_rules(changed, best.cluster.gpus):
+            return
+        layout = estimate(changed, best.cluster)
+        if layout.fits:
+            faster = layout.tokens_per_second
+            yield f"{words}: {faster:,.0f} tokens/s/GPU, {faster / best.tokens_per_second - 1:+.0%}"
 
     precision, parallel, train = resolve_precision(config.precision), best.config.parallel, best.config.train
     if precision.params_dtype == "fp32" and not precision.emulate:
         bf16 = replace(best.config, precision=replace(config.precision, preset="bf16"))
-        yield f"precision.preset=bf16 uses the tensor cores: {gain(bf16)}"
+        yield from gain("precision.preset=bf16 uses the tensor cores", bf16)
     elif precision.params_dtype == "bf16" and not precision.fp8 and best.cluster.gpu.fp8_flops:
         fp8 = replace(best.config, precision=replace(config.precision, preset="fp8_tensorwise"))
-        yield f"precision.preset=fp8_tensorwise: {gain(fp8)}"
-    if parallel.tensor_model_parallel_size > 1 and not parallel.tp_comm_overlap:
+        yield from gain("precision.preset=fp8_tensorwise", fp8)
+    engine = config.model.spec != "local"
+    if parallel.tensor_model_parallel_size > 1 and not parallel.tp_comm_overlap and engine:
         overlapped = replace(best.config, parallel=replace(parallel, tp_comm_overlap=True))
-        yield f"parallel.tp_comm_overlap=true (Transformer Engine): {gain(overlapped)}"
+        yield from gain("parallel.tp_comm_overlap=true (Transformer Engine)", overlapped)
     if not (config.parallel.overlap_grad_reduce and config.parallel.overlap_param_gather) and best.cluster.gpus > 1:
         yield "the table takes parallel.overlap_grad_reduce and overlap_param_gather as true; --write sets them"
     rows = train.global_batch_size // best.data_parallel_size
     if rows <= 2:
         larger = replace(best.config, train=replace(train, global_batch_size=2 * train.global_batch_size))
         wider = replace(larger, train=replace(larger.train, micro_batch_size=2 * train.micro_batch_size))
-        yield (
+        yield from gain(
             f"a replica has only {rows} sample{'s' if rows > 1 else ''} a step; "
-            f"train.global_batch_size={2 * train.global_batch_size} with twice the micro-batch: {gain(wider)}"
+            f"train.global_batch_size={2 * train.global_batch_size} with twice the micro-batch",
+            wider,
         )
 
 
@@ -169,8 +175,11 @@ def goodput(layout: Layout, failures: Failures) -> Iterator[str]:
     yield f"{'minutes':>8}{'simulated':>11}{'expected':>10}{'hours of the run':>18}"
     intervals = {60.0 * minutes for minutes in (5, 10, 15, 30, 60, 120, 240)} | {best}
     for interval in sorted(intervals | ({configured} if configured else set())):
-        share = simulated_goodput(interval, failures)
         marks = [mark for mark, at in ((" best", best), (" configured", configured)) if at == interval]
+        if not progresses(interval, failures):
+            yield f"{interval / 60:>8.1f}{'no progress: under 2%':>29}" + "".join(marks)
+            continue
+        share = simulated_goodput(interval, failures)
         yield (
             f"{interval / 60:>8.1f}{share:>11.2%}{expected_goodput(interval, failures):>10.2%}"
             f"{hours(layout) / share:>18,.1f}" + "".join(marks)
@@ -198,9 +207,14 @@ def refuse_empty(found: Search, cluster: Cluster, gpu: str) -> None:
             "(--gpus), larger ones (--gpu h200-141gb), a shorter data.sequence_length or a smaller model"
         )
     rule, layouts = found.refused.most_common(1)[0]
-    raise ConfigError(
-        f"no layout of this run is legal on {cluster.gpus} GPUs: {rule} ({layouts:,} of {found.refused.total():,}); "
+    remedy = (
         "change --gpus or train.global_batch_size so that one divides the other"
+        if "batch" in rule
+        else "change --gpus, or the sizes that this rule is about"
+    )
+    raise ConfigError(
+        f"none of the {found.refused.total():,} layouts searched is legal on {cluster.gpus} GPUs: {rule} ({layouts:,} "
+        f"of them); {remedy}"
     )
 
 

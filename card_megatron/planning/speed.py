@@ -110,7 +110,9 @@ def _micro_batch(
     number, layers = BYTES[precision.params_dtype], len(stage.layers)
     in_fp8 = sum(precision.hardware_fp8 and precision.in_fp8(layer, model.num_layers) for layer in stage.layers)
     peak = gpu.bf16_flops if precision.params_dtype == "bf16" else gpu.fp32_flops
-    again = 1 + _recomputed(config, layers) / layers / 3  # passes over a layer: a forward is a third of its work
+    again = (
+        1 + _recomputed(config, layers) / max(1, layers) / 3
+    )  # passes over a layer: a forward is a third of its work
     around_attention = (2 * sizes.query + 2 * sizes.key) * (1 + TILE / sizes.query)
     around_activation = (sizes.gate + 1) * sizes.ffn * (1 + TILE / sizes.ffn)
     matrices = 6 * tokens * sizes.hidden * (1 + TILE / sizes.hidden) * (around_attention + around_activation) * again

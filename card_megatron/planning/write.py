@@ -13,18 +13,32 @@ from card_megatron.config.errors import ConfigError
 
 
 def edited(text: str, changes: dict[str, Any]) -> str:
-    """A YAML document with `section.key` set to new values; comments and order stay."""
-    for key, value in changes.items():
-        section, name = key.split(".")
-        text = _set(text, section, name, _scalar(value))
+    """A YAML document with `section.key` set to new values; comments, order and line ends stay."""
+    try:
+        for key, value in changes.items():
+            section, name = key.split(".")
+            text = _set(text, section, name, _scalar(value))
+        yaml.compose(text, yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"{', '.join(changes)} cannot be set in this file; write the section in block style, one field a line"
+        ) from error
     return text
 
 
 def _set(text: str, section: str, name: str, value: str) -> str:
     root = yaml.compose(text, yaml.SafeLoader)
     sections = {key.value: node for key, node in root.value} if root is not None else {}
+    line = "\r\n" if "\r\n" in text else "\n"
+    if f"{section}.{name}" in sections:  # a dotted key, without a section
+        old = sections[f"{section}.{name}"]
+        return text[: old.start_mark.index] + value + text[old.end_mark.index :]
+    if root is not None and root.flow_style and section not in sections:
+        raise ConfigError(
+            f"{section}.{name} has no place in braces; write the section in block style, one field a line"
+        )
     if section not in sections:
-        return f"{text}{'' if text.endswith(chr(10)) or not text else chr(10)}{section}:\n  {name}: {value}\n"
+        return f"{text}{'' if text.endswith(line) or not text else line}{section}:{line}  {name}: {value}{line}"
     node = sections[section]
     if not isinstance(node, yaml.MappingNode) or not node.value:
         raise ConfigError(f"the section {section} holds no fields; write one below it, such as {name}: {value}")
@@ -36,7 +50,7 @@ def _set(text: str, section: str, name: str, value: str) -> str:
         return f"{text[:end].rstrip()}, {name}: {value}{text[end:]}"
     first = node.value[0][0].start_mark
     start = first.index - first.column
-    return f"{text[:start]}{' ' * first.column}{name}: {value}\n{text[start:]}"
+    return f"{text[:start]}{' ' * first.column}{name}: {value}{line}{text[start:]}"
 
 
 def _scalar(value: Any) -> str:
@@ -44,12 +58,18 @@ def _scalar(value: Any) -> str:
     return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
+def read_file(path: Path) -> str:
+    """The text with its own line ends."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return file.read()
+
+
 def replace_file(path: Path, text: str) -> None:
     """The whole new file or the whole old one, whatever happens in between; links and permissions stay."""
     path = path.resolve()
     descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -139,6 +139,14 @@ def test_goodput_marks_the_best_and_the_configured_interval(capsys):
         (["--preset=1b", "--gpus=8", "--model.num_attention_heads=7"], "not a multiple"),
         (["--preset=1b", "--gpus=8", "--gpu=v100"], "h100-80gb"),
         (["--preset=1b", "--gpus=8", "--goodput", "--save-seconds=-1"], "not a positive number"),
+        (["--preset=1b", "--gpus=8", "--top=0"], "is not a whole number; give 1 or more"),
+        (["--preset=1b", "--gpus=8", "--parallel.tensor_model_parallel_size=0"], "size=0 must be at least 1"),
+        (["--preset=1b", "--gpus=8", "--train.micro_batch_size=0"], "micro_batch_size=0 must be at least 1"),
+        (["--preset=1b", "--gpus=8", "--parallel.expert_model_parallel_size=2"], "=2 shares experts.*leave it out"),
+        (
+            ["--preset=1b", "--gpus=8", "--precision=fp8_tensorwise", "--precision.emulate=true"],
+            "plan with precision.emulate=false",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_the_rule(arguments, message):
@@ -175,6 +183,52 @@ def test_a_layout_that_the_file_alone_would_not_allow_is_not_written(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_layout_planned_with_other_options_than_the_files_is_not_written(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(USERS_FILE)
+    options = ["--data.sequence_length=1024", "--precision.preset=fp32"]
+    with pytest.raises(ConfigError) as caught:
+        run(["--config", str(path), "--gpus=8", *options, "--write"])
+    for words in ("precision.preset=bf16 there and fp32 in", "data.sequence_length=2048 there and 1024", "belong into"):
+        assert words in str(caught.value)
+    assert path.read_text() == USERS_FILE
+
+
+def test_short_forms_dotted_keys_windows_lines_and_an_overlap_that_ends_are_written(tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    before = (
+        "preset: 1b\nprecision: bf16\ndata.mock: true\ntrain.micro_batch_size: 64 # many\n"
+        "parallel: {tensor_model_parallel_size: 2, sequence_parallel: true, tp_comm_overlap: true}\n"
+    )
+    path.write_text(before, newline="\r\n")
+    run(["--config", str(path), "--gpus=8", "--write", "--json"])
+    captured = capsys.readouterr()
+    json.loads(captured.out)
+    assert "parallel.tp_comm_overlap=False" in captured.err and "train.micro_batch_size=" in captured.err
+    text = path.read_bytes().decode()
+    assert text.count("\n") == text.count("\r\n") == before.count("\n")
+    assert "tp_comm_overlap: false" in text and "precision: bf16" in text and " # many" in text
+    assert "train.micro_batch_size: 64" not in text
+
+
+def test_rows_that_make_fp8s_tokens_whole_are_planned(capsys):
+    options = ["--preset=1b", "--gpus=8", "--precision=fp8_tensorwise", "--data.sequence_length=2044", "--top=1"]
+    assert json.loads(plan(capsys, *options, "--json"))["layouts"][0]["micro_batch_size"] % 2 == 0
+
+
+def test_a_pipeline_stage_without_layers_is_judged(capsys):
+    layout = ["--parallel.pipeline_model_parallel_size=2", "--parallel.pipeline_model_parallel_layout=E|t*33L"]
+    assert "as configured: " in plan(capsys, "--preset=1b", "--gpus=8", "--top=1", *layout)
+    recompute = ["--model.recompute_granularity=full", "--model.recompute_method=uniform"]
+    plan(capsys, "--preset=1b", "--gpus=8", "--top=1", *layout, *recompute, "--model.recompute_num_layers=1")
+
+
+@pytest.mark.parametrize("hours", [12, 0.01])
+def test_goodput_of_machines_that_fail_all_the_time_ends(hours, capsys):
+    printed = plan(capsys, "--preset=1b", "--gpus=512", "--goodput", f"--gpu-mtbf-hours={hours}")
+    assert "240.0        no progress: under 2%" in printed
+
+
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "mine.yaml"
     path.write_text("old")
@@ -199,8 +253,16 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
             "train:\n  # why\n  micro_batch_size: 2\n  global_batch_size: 8 # so\n",
         ),
         ("train: {global_batch_size: 8}\n", "train: {global_batch_size: 8, micro_batch_size: 2}\n"),
+        ("train.micro_batch_size: 8 # so\r\n", "train.micro_batch_size: 2 # so\r\n"),
+        ("train:\r\n  seed: 8\r\n", "train:\r\n  micro_batch_size: 2\r\n  seed: 8\r\n"),
         ("train:\n  micro_batch_size: null  # none\nseed: 1\n", "train:\n  micro_batch_size: 2  # none\nseed: 1\n"),
     ],
 )
 def test_a_value_changes_where_it_stands_or_joins_its_section(before, after):
     assert edited(before, {"train.micro_batch_size": 2}) == after
+
+
+@pytest.mark.parametrize("text", ['{"seed": 1}', "train: {global_batch_size: 8,}\n"])
+def test_a_file_in_braces_that_has_no_place_is_refused(text):
+    with pytest.raises(ConfigError, match="write the section in block style"):
+        edited(text, {"train.micro_batch_size": 2})

@@ -8,9 +8,9 @@ from card_megatron.config.checks import check
 from card_megatron.config.derived import padded_vocab_size, parameter_count
 from card_megatron.config.errors import ConfigError
 from card_megatron.planning.gpus import GPUS
-from card_megatron.planning.layouts import FIELDS, USABLE, candidates, search
-from card_megatron.planning.memory import memory_by_stage, parameters
-from card_megatron.planning.report import refuse_empty
+from card_megatron.planning.layouts import FIELDS, USABLE, candidates, estimate, search
+from card_megatron.planning.memory import CONTEXT, memory_by_stage, parameters
+from card_megatron.planning.report import advice, refuse_empty
 from card_megatron.planning.sizes import Sizes, chunks_of_layers, stages
 from card_megatron.planning.speed import Cluster
 from tests.configs import load
@@ -101,5 +101,24 @@ def test_a_model_that_fits_nowhere_is_refused_with_what_would_help():
 
 
 def test_a_batch_that_no_layout_divides_is_refused_with_the_rule():
-    with pytest.raises(ConfigError, match=r"no layout .* legal on 56 GPUs: .*global batch.*train.global_batch_size"):
-        refuse_empty(search(load(f"{RUN}; train.global_batch_size=5"), cluster(56)), cluster(56), "h100-80gb")
+    with pytest.raises(
+        ConfigError, match=r"none of the .* is legal on 68 GPUs: .*global batch.*train.global_batch_size"
+    ):
+        refuse_empty(search(load(f"{RUN}; train.global_batch_size=5"), cluster(68)), cluster(68), "h100-80gb")
+
+
+def test_pipelines_of_all_divisors_are_searched():
+    pipelines = {it.config.parallel.pipeline_model_parallel_size for it in search(load(RUN), cluster(24)).fitting}
+    assert {1, 2, 3, 4, 6, 12} <= pipelines
+
+
+def test_local_layers_on_a_gpu_take_workspace_too():
+    assert estimate(load(f"{RUN}; model.spec=local"), cluster(8)).memory.workspace > CONTEXT
+
+
+def test_advice_is_legal_and_fits():
+    """FP8 does not take heads of 22, nor has a local layer Transformer Engine's overlap."""
+    for text in ("model.num_attention_heads=12; model.kv_channels=22", "model.spec=local"):
+        config = load(f"{RUN}; {text}")
+        assert not [line for line in advice(config, search(config, cluster(8)).fitting[0]) if "fp8" in line]
+    assert [line for line in advice(load(RUN), search(load(RUN), cluster(8)).fitting[0]) if "fp8" in line]
