@@ -129,7 +129,7 @@ def _ask_mpi(question: Callable[[Any, Any], Any]) -> Any:
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
             f"ranks of an MPI are told by mpi4py, which cannot be used here ({error}): pip install "
-            "'card_megatron[mpi]', or start the ranks with torchrun or srun"
+            "-e '.[mpi]' in the checkout, or start the ranks with torchrun or srun"
         ) from error
     return question(MPI.COMM_WORLD, MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED))
 

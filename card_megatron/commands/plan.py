@@ -121,8 +121,8 @@ def plannable(config: RunConfig, gpu: str) -> RunConfig:
         )
     if config.parallel.expert_model_parallel_size > 1:
         raise ConfigError(
-            f"parallel.expert_model_parallel_size={config.parallel.expert_model_parallel_size} shares experts, and card "
-            "plan knows dense models only; leave it out"
+            f"parallel.expert_model_parallel_size={config.parallel.expert_model_parallel_size} shares experts, and "
+            "card plan knows dense models only; leave it out"
         )
     check_sizes(config)
     precision = resolve_precision(config.precision)

@@ -56,6 +56,16 @@ def unrolled_layout(layout: str) -> str:
     return re.sub(r"(.)\*(\d+)", lambda m: m[1] * int(m[2]), unrolled)
 
 
+def fuses_activation(model: ModelConfig, *, cuda: bool) -> bool:
+    """Megatron fuses gated activations, and gelu where it has a bias to fuse."""
+    given = model.transformer.get("bias_activation_fusion")
+    return cuda and (model.activation in GATED_ACTIVATIONS or _fusable_gelu(model)) if given is None else bool(given)
+
+
+def _fusable_gelu(model: ModelConfig) -> bool:
+    return model.activation == "gelu" and model.add_bias_linear
+
+
 def batch_size_at(train: TrainConfig, consumed_samples: int) -> int:
     """Global batch size of the step that starts after `consumed_samples`: Megatron's ramp, or constant."""
     if train.rampup_batch_size is None:

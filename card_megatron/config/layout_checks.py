@@ -21,6 +21,7 @@ from card_megatron.config.derived import (
     unrolled_layout,
 )
 from card_megatron.config.precision import resolve_precision
+from card_megatron.config.remedies import INSTALL_ENGINE
 from card_megatron.config.schema import RunConfig
 
 OWNED_BY = {
@@ -260,11 +261,12 @@ def _schedule(config: RunConfig) -> Iterator[str]:
 
 def machine_problems(config: RunConfig, *, cuda: bool, transformer_engine: bool) -> Iterator[str]:
     """What the run asks for that this machine does not have."""
-    fields = config.model.transformer
+    fields, precision = config.model.transformer, resolve_precision(config.precision)
+    engine = cuda and transformer_engine and config.model.spec != "local" and not precision.emulate
     if config.model.spec == "te" and not (cuda and transformer_engine):
-        lacking = "CUDA" if not cuda else "Transformer Engine (pip install 'card_megatron[gpu]')"
+        lacking = "CUDA" if not cuda else f"Transformer Engine ({INSTALL_ENGINE})"
         yield f"model.spec=te needs {lacking}, which is not here; use model.spec=local or auto"
-    if resolve_precision(config.precision).hardware_fp8 and not (cuda and transformer_engine):
+    if precision.hardware_fp8 and not (cuda and transformer_engine):
         yield (
             f"precision.preset={config.precision.preset} needs CUDA and Transformer Engine, which are not both here: "
             "without them megatron-core trains silently in higher precision; use bf16 or fp32, or study FP8 with "
@@ -272,7 +274,7 @@ def machine_problems(config: RunConfig, *, cuda: bool, transformer_engine: bool)
         )
     if fields.get("fp4"):
         yield "model.transformer.fp4 is not supported: nothing here keeps its settings in agreement; remove it"
-    if config.parallel.tp_comm_overlap and not (cuda and transformer_engine and config.model.spec != "local"):
+    if config.parallel.tp_comm_overlap and not engine:
         yield (
             "parallel.tp_comm_overlap=true needs CUDA and Transformer Engine's layers, and is ignored without them; "
             "turn it off"

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Optional, Protocol
 
+from packaging.version import InvalidVersion, Version
+
 from card_megatron.config.errors import ConfigError
 from card_megatron.config.precision import resolve_precision
+from card_megatron.config.remedies import INSTALL_ENGINE
 from card_megatron.config.schema import RunConfig
 
 ENGINE_VERSIONS = ((2, 9), (2, 12))
@@ -58,17 +61,17 @@ def hardware_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
             "model.transformer.gradient_accumulation_fusion with local layers needs NVIDIA's apex with its CUDA "
             "extensions (fused_weight_gradient_mlp_cuda; docs/installation.md); leave it out, or use model.spec=te"
         )
+    if not local and machine.cuda and machine.transformer_engine and not _engine_fits(machine.transformer_engine):
+        low, high = (".".join(map(str, version)) for version in ENGINE_VERSIONS)
+        yield (
+            f"Transformer Engine {machine.transformer_engine} is not one that megatron-core 0.16.1 works with (from "
+            f"{low}, before {high}), and this run's layers are its; {INSTALL_ENGINE}, or use model.spec=local"
+        )
     if precision.hardware_fp8 and machine.cuda:
         yield from _fp8(config.precision.preset, precision.fp8_recipe or "", machine)
 
 
 def _fp8(preset: str, recipe: str, machine: Machine) -> Iterator[str]:
-    if machine.transformer_engine is not None and not _engine_fits(machine.transformer_engine):
-        low, high = (".".join(map(str, version)) for version in ENGINE_VERSIONS)
-        yield (
-            f"precision.preset={preset}: Transformer Engine {machine.transformer_engine} is not one that megatron-core "
-            f"0.16.1 works with (from {low}, before {high}); pip install 'card_megatron[gpu]'"
-        )
     capability, cuda = machine.compute_capability or (0, 0), machine.cuda_version or (0, 0)
     where = f"{machine.device} has compute capability {capability[0]}.{capability[1]}"
     if recipe in ("tensorwise", "delayed") and capability < (8, 9):
@@ -98,5 +101,7 @@ def require_engine(machine: Machine) -> None:
 
 
 def _engine_fits(version: str) -> bool:
-    parts = tuple(int(part) for part in version.split(".")[:2])
-    return ENGINE_VERSIONS[0] <= parts < ENGINE_VERSIONS[1]
+    try:
+        return ENGINE_VERSIONS[0] <= Version(version).release[:2] < ENGINE_VERSIONS[1]
+    except InvalidVersion:
+        return False

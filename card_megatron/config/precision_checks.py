@@ -25,6 +25,12 @@ def precision_problems(config: RunConfig) -> Iterator[str]:
     given, precision = config.precision, resolve_precision(config.precision)
     if given.grad_reduce_in_fp32 is False and precision.params_dtype == "fp32":
         yield "precision.grad_reduce_in_fp32=false does nothing with fp32 weights, whose gradients are fp32; remove it"
+    fields = config.model.transformer
+    if fields.get("fp8_wgrad") is False and not (precision.hardware_fp8 and precision.fp8_recipe == "delayed"):
+        yield "model.transformer.fp8_wgrad=false does nothing but with delayed scaling; remove it, or take fp8_delayed"
+    for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+        if fields.get(name) and not precision.hardware_fp8:
+            yield f"model.transformer.{name}=true does nothing without FP8; remove it, or take an FP8 preset"
     if given.preset not in FP8:
         for name in FP8_FIELDS:
             if getattr(given, name) is not None:
@@ -127,15 +133,16 @@ def _kernels(config: RunConfig, precision: Precision) -> Iterator[str]:
     if (model.ffn_hidden_size // tp) % of_widths:
         yield _size("model.ffn_hidden_size", model.ffn_hidden_size, tp, of_widths, recipe)
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
-    groups = max(model.num_query_groups or model.num_attention_heads, tp)
-    for what, heads in (("queries", model.num_attention_heads), ("queries, keys and values", None)):
-        width = head * (heads or model.num_attention_heads + 2 * groups) // tp
-        if width % of_widths:
-            yield (
-                f"{what} of {head} a head make {width} of a tensor-parallel rank's {tp} parts, which FP8 ({recipe}) "
-                f"needs as a multiple of {of_widths}; change model.kv_channels, the numbers of heads and groups, or "
-                "parallel.tensor_model_parallel_size"
-            )
+    heads, groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
+    queries, all_three = heads, heads + 2 * groups  # what the matrices after and before attention have on one side
+    of_heads = math.lcm(*(tp * of_widths // math.gcd(count, tp * of_widths) for count in (queries, all_three)))
+    if head % of_heads:
+        yield (
+            f"{heads} heads and {groups} key/value groups of {head} give each of {tp} tensor-parallel ranks "
+            f"{head * queries / tp:g} columns of queries and {head * all_three / tp:g} of queries, keys and values; "
+            f"FP8 ({recipe}) needs multiples of {of_widths}; try model.kv_channels={nearest_multiples(head, of_heads)}, "
+            "other numbers of heads and groups, or another parallel.tensor_model_parallel_size"
+        )
     row = config.data.sequence_length // parallel.context_parallel_size // (tp if parallel.sequence_parallel else 1)
     if row * config.train.micro_batch_size % of_tokens:
         legal = nearest_multiples(config.train.micro_batch_size, of_tokens // math.gcd(row, of_tokens))

@@ -219,7 +219,7 @@ def load_auto(folder: Path) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ConfigError("checking a tokenizer needs transformers: pip install 'card_megatron[hf]'") from error
+        raise ConfigError("checking a tokenizer needs transformers: pip install -e '.[hf]' in the checkout") from error
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
 

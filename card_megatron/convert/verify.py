@@ -119,6 +119,6 @@ def import_transformers() -> Any:
         import transformers
     except ImportError as error:
         raise CheckpointError(
-            "checking a conversion needs transformers: pip install 'card_megatron[hf]', or give --no-verify"
+            "checking a conversion needs transformers: pip install -e '.[hf]' in the checkout, or give --no-verify"
         ) from error
     return transformers

@@ -277,7 +277,7 @@ class MpiTeam:
         try:
             from mpi4py import MPI
         except ImportError as error:
-            raise ConfigError("--mpi needs mpi4py and an MPI: pip install 'card_megatron[mpi]'") from error
+            raise ConfigError("--mpi needs mpi4py and an MPI: pip install -e '.[mpi]' in the checkout") from error
         self.comm = MPI.COMM_WORLD
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         self.first = self.rank == 0

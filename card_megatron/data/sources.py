@@ -270,7 +270,7 @@ def _pyarrow(path: Path) -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError(f"{path} needs the pyarrow library: pip install 'card_megatron[data]'") from error
+        raise ConfigError(f"{path} needs the pyarrow library: pip install -e '.[data]' in the checkout") from error
     return pyarrow
 
 

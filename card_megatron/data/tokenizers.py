@@ -288,7 +288,9 @@ def _tokenizers() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise ConfigError("this tokenizer needs the tokenizers library: pip install 'card_megatron[hf]'") from error
+        raise ConfigError(
+            "this tokenizer needs the tokenizers library: pip install -e '.[hf]' in the checkout"
+        ) from error
     return tokenizers
 
 

@@ -116,7 +116,7 @@ def _open_hf(folder: Path, ranks: Ranks, dtype: str | None, tokenizer: str | Non
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
     except ImportError as error:
-        raise ConfigError("an exported folder needs transformers: pip install 'card_megatron[hf]'") from error
+        raise ConfigError("an exported folder needs transformers: pip install -e '.[hf]' in the checkout") from error
     from card_megatron.decoding.hf_backend import HFBackend
 
     logging.disable_progress_bar()

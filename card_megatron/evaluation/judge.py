@@ -33,7 +33,7 @@ class Judge:
         try:
             from transformers import AutoModelForCausalLM, AutoTokenizer
         except ImportError as error:
-            raise ConfigError("a --scorer needs transformers: pip install 'card_megatron[hf]'") from error
+            raise ConfigError("a --scorer needs transformers: pip install -e '.[hf]' in the checkout") from error
         self.folder = folder
         cuda = torch.cuda.is_available()
         try:

@@ -25,7 +25,7 @@ def import_harness() -> None:
     try:
         import lm_eval.models  # noqa: F401
     except ImportError as error:
-        raise ConfigError("tasks need the lm-evaluation-harness: pip install 'card_megatron[eval]'") from error
+        raise ConfigError("tasks need the lm-evaluation-harness: pip install -e '.[eval]' in the checkout") from error
     import card_megatron.evaluation.harness  # noqa: F401
 
 

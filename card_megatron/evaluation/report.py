@@ -80,7 +80,7 @@ def picture(path: Path, title: str, across: str, up: str) -> Iterator[Any]:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("pictures need matplotlib: pip install 'card_megatron[plot]'") from error
+        raise ConfigError("pictures need matplotlib: pip install -e '.[plot]' in the checkout") from error
     matplotlib.use("agg")  # files alone: no window, no display
     from matplotlib import pyplot
 
@@ -103,7 +103,7 @@ def refuse_no_matplotlib() -> None:
     import importlib.util
 
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("pictures need matplotlib: pip install 'card_megatron[plot]', or --no-plot")
+        raise ConfigError("pictures need matplotlib: pip install -e '.[plot]' in the checkout, or --no-plot")
 
 
 def ratio_error(totals: Sequence[float], counts: Sequence[float]) -> float | None:

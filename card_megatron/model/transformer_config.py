@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from megatron.core.activations import squared_relu
 from megatron.core.transformer import TransformerConfig
 
-from card_megatron.config.derived import GATED_ACTIVATIONS, pipeline_layout
+from card_megatron.config.derived import GATED_ACTIVATIONS, fuses_activation, pipeline_layout
 from card_megatron.config.errors import ConfigError
 from card_megatron.config.precision import Precision, resolve_precision
-from card_megatron.config.schema import ModelConfig, RunConfig
+from card_megatron.config.schema import RunConfig
 
 ACTIVATIONS = {"swiglu": F.silu, "geglu": F.gelu, "gelu": F.gelu, "squared_relu": squared_relu}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -83,8 +83,7 @@ def _from_run(config: RunConfig) -> dict[str, Any]:
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=cuda,
         bias_dropout_fusion=cuda,
-        # Megatron fuses gated activations, and gelu where it has a bias to fuse
-        bias_activation_fusion=cuda and (model.activation in GATED_ACTIVATIONS or _fusable_gelu(model)),
+        bias_activation_fusion=fuses_activation(model, cuda=cuda),
         persist_layer_norm=False,
         deterministic_mode=config.train.deterministic,
     )
@@ -104,10 +103,6 @@ def _fp8_fields(precision: Precision) -> dict[str, Any]:
         num_layers_at_start_in_bf16=precision.num_layers_at_start_in_bf16,
         num_layers_at_end_in_bf16=precision.num_layers_at_end_in_bf16,
     )
-
-
-def _fusable_gelu(model: ModelConfig) -> bool:
-    return model.activation == "gelu" and model.add_bias_linear
 
 
 def _refuse_unknown(fields: dict[str, Any]) -> None:

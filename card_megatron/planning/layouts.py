@@ -166,12 +166,12 @@ def recompute_choices(config: RunConfig) -> list[ModelConfig]:
 def _rule(problem: str) -> str:
     """The rule without the values that broke it, so that equal rules count together."""
     words = {
+        " FP8 (": "a rank's sizes are no multiple of what FP8 needs",  # first, as it names sizes too
         "num_attention_heads": "heads do not divide among tensor-parallel ranks",
         "ffn_hidden_size": "the MLP does not divide among tensor-parallel ranks",
         "padded vocabulary": "the vocabulary does not divide among tensor-parallel ranks",
         "num_query_groups": "key/value heads do not divide among tensor-parallel ranks",
         "sequence_length": "the sequence does not divide among context- and sequence-parallel ranks",
-        " FP8 (": "a rank's sizes are no multiple of what FP8 needs",
         "interleaved pipeline": "micro-batches are no multiple of the interleaved pipeline's ranks",
         "global_batch_size": "the global batch is no multiple of micro-batch x replicas",
     }

@@ -46,7 +46,7 @@ class Memory:
 
 
 def memory(config: RunConfig, world_size: int, *, engine: bool) -> Memory:
-    """The fullest pipeline stage. `engine`: Transformer Engine's layers, rather than local ones; on a GPU either way."""
+    """The fullest pipeline stage. `engine`: Transformer Engine's layers rather than local ones, on a GPU both."""
     return max(memory_by_stage(config, world_size, engine=engine), key=lambda held: held.total)
 
 

@@ -33,7 +33,7 @@ def _set(text: str, section: str, name: str, value: str) -> str:
     if f"{section}.{name}" in sections:  # a dotted key, without a section
         old = sections[f"{section}.{name}"]
         return text[: old.start_mark.index] + value + text[old.end_mark.index :]
-    if root is not None and root.flow_style and section not in sections:
+    if isinstance(root, yaml.MappingNode) and root.flow_style and section not in sections:
         raise ConfigError(
             f"{section}.{name} has no place in braces; write the section in block style, one field a line"
         )

@@ -47,7 +47,7 @@ class FusedAdam(torch.optim.Optimizer):
                 [self.state[param]["exp_avg"] for param in params],
                 [self.state[param]["exp_avg_sq"] for param in params],
                 [],
-                [torch.tensor(float(steps_done)) for _ in params],
+                [torch.full((), float(steps_done), device=param.device) for param in params],
                 fused=True,
                 amsgrad=False,
                 maximize=False,

@@ -12,6 +12,8 @@ from typing import Optional
 
 import torch
 
+from card_megatron.config.remedies import INSTALL_ENGINE
+
 PEAK_BF16_FLOPS = {
     "H200 NVL": 835e12,
     "H200": 989e12,
@@ -106,8 +108,8 @@ def _transformer_engine() -> tuple[Optional[str], Optional[str]]:
         return _version("transformer_engine"), None
     return None, (
         f"Transformer Engine {_version('transformer_engine')} is half installed: its torch extension "
-        "(transformer_engine_torch) is missing, and Megatron cannot be imported; pip install 'card_megatron[gpu]' with "
-        "--no-build-isolation, or pip uninstall transformer_engine"
+        f"(transformer_engine_torch) is missing, and Megatron cannot be imported; {INSTALL_ENGINE}, or "
+        "pip uninstall transformer_engine"
     )
 
 

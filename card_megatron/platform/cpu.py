@@ -1,14 +1,16 @@
 """Megatron-Core on CPU and gloo, without touching its source.
 
-`install()` must run before the first `import megatron.core`; where CUDA exists it does nothing. Megatron-Core
-speaks to the accelerator in six ways, and this file answers each of them for a machine that has none:
+`install()` must run before the first `import megatron.core`; where CUDA exists it only answers the last
+of what follows. Megatron-Core speaks to the accelerator in six ways, and this file answers each of them for a machine
+that has none:
 
 1. device names      torch.cuda.current_device(), device="cuda", .cuda(), .to("cuda"), pin_memory
 2. streams, events   Stream, Event, synchronize, memory statistics, nvtx
 3. random numbers    torch.cuda.{get,set}_rng_state, manual_seed, default_generators, _lazy_call
 4. type names        `param.type() == "torch.cuda.FloatTensor"` in the optimizers
 5. compilation       jit_fuser is torch.compile: slow to start and of no use here
-6. Adam              the distributed optimizer's checkpoints need Apex's state layout
+6. Adam              the distributed optimizer's checkpoints need Apex's state layout; also on a GPU, where neither
+                     Transformer Engine nor apex brings one that has it
 
 gloo itself needs no help. `torch.cuda.is_available()` stays False, so that every other library sees the truth.
 """
@@ -37,6 +39,7 @@ FACTORIES = (
 def install() -> bool:
     """Make Megatron-Core run on this machine; True if that took the CPU platform, False on CUDA."""
     if torch.cuda.is_available():
+        _answer_adam()
         return False
     if is_installed():
         return True

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from card_megatron.config.derived import fuses_activation
 from card_megatron.config.precision import resolve_precision
 from card_megatron.config.schema import RunConfig
 from card_megatron.platform.capabilities import Capabilities
 
 ENGINE, APEX, TORCH = "TE", "apex", "torch"
+BLOCK_ATTENTION = ("bd3lm",)
+"""Objectives whose core attention is model/block_attention.py's, whatever the other layers are."""
 OPTIONS = {
     "overlap_grad_reduce": "gradients with backward",
     "overlap_param_gather": "weights with forward",
@@ -31,9 +34,9 @@ def resolve_kernels(config: RunConfig, machine: Capabilities) -> dict[str, str]:
         "linear": ENGINE if engine else TORCH,
         "fp8": _fp8(precision) if precision.fp8 else "none",
         "norm": ENGINE if engine else TORCH,
-        "attention": _attention(config, machine) if engine else "torch SDPA",
+        "attention": _attention(config, machine, engine=engine),
         "softmax": "inside attention",
-        "activation": "fused" if fields.get("bias_activation_fusion", machine.cuda) else TORCH,
+        "activation": "fused" if fuses_activation(config.model, cuda=machine.cuda) else TORCH,
         "Adam": ENGINE if engine_here else APEX if machine.cuda and machine.apex else "torch fused",
         "gradient norm": ENGINE if engine_here else APEX if machine.cuda and machine.apex else TORCH,
         "cross entropy": _cross_entropy(fields),
@@ -53,8 +56,12 @@ def _fp8(precision: Any) -> str:
     return f"{how} {precision.fp8_recipe} {precision.fp8_format}"
 
 
-def _attention(config: RunConfig, machine: Capabilities) -> str:
+def _attention(config: RunConfig, machine: Capabilities, *, engine: bool) -> str:
     """Transformer Engine chooses at the first call: what it may choose from."""
+    if config.objective.name in BLOCK_ATTENTION and machine.cuda:
+        return "torch FlexAttention"
+    if config.objective.name in BLOCK_ATTENTION or not engine:
+        return "torch SDPA"
     chosen = str(config.model.transformer.get("attention_backend", "auto"))
     if chosen != "auto":
         return f"{ENGINE} {chosen}"

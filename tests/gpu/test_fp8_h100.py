@@ -40,7 +40,7 @@ def in_bf16(corpus, tmp_path_factory):
 
 @pytest.mark.parametrize("preset", HOPPER)
 def test_fp8_follows_the_bf16_curve(preset, in_bf16, corpus, tmp_path, capsys, record_property):
-    """The median step's loss within 1% of bf16's, as FP8 emulated on a CPU is of fp32's (benchmarks/fp8_gap.py)."""
+    """The median step's loss within 1% of bf16's; emulated FP8 against fp32 is benchmarks/fp8_gap.py's."""
     config = tiny_config(corpus, tmp_path, *SHAPE, STEPS, BF16[3], f"--precision={preset}")
     records = run_distributed(train_records, 1, config, timeout=900)[0]
     gaps = differences(records, in_bf16, "loss")

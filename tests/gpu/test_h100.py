@@ -15,12 +15,13 @@ from card_megatron.config import RunConfig, load_config
 from card_megatron.model.block_attention import compiled_flex_attention, flex_mask, may_see
 from card_megatron.objectives import OBJECTIVES
 from card_megatron.platform import capabilities
+from card_megatron.platform.adam import FusedAdam
 from card_megatron.testing import run_distributed
 from tests.curves import tiny_config
 
 needs_engine = pytest.mark.skipif(
     capabilities().cuda and capabilities().transformer_engine is None,
-    reason="needs Transformer Engine: pip install 'card_megatron[gpu]'",
+    reason="needs Transformer Engine (docs/installation.md)",
 )
 needs_two_gpus = pytest.mark.skipif(capabilities().gpus == 1, reason="needs two GPUs")
 pytestmark = [pytest.mark.h100, pytest.mark.timeout(1800)]
@@ -30,6 +31,22 @@ BF16 = [
     *("--model.hidden_size=256", "--model.ffn_hidden_size=512", "--model.max_position_embeddings=256"),
     *("--data.sequence_length=256", "--precision.preset=bf16"),
 ]
+
+
+# ---------------------------------------------------------------- Adam without Transformer Engine and apex
+
+
+def test_our_adam_is_torchs_on_a_gpu():
+    """It takes the place of torch's where Megatron would fall back to that, whose checkpoints cannot be loaded."""
+    ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 300, device="cuda")) for _ in range(2))
+    settings = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizers = FusedAdam([ours], **settings), torch.optim.AdamW([theirs], fused=True, **settings)
+    for _ in range(5):
+        for param, optimizer in zip((ours, theirs), optimizers, strict=True):
+            param.grad = param.detach() ** 2
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert optimizers[0].param_groups[0]["step"] == 5
 
 
 # ---------------------------------------------------------------- Transformer Engine

@@ -263,13 +263,20 @@ REFUSALS = [
     (
         "precision=fp8_blockwise; TP=2",
         2,
-        r"queries of 32 a head make 64 of a tensor-parallel rank's 2 parts.*of 128; change",
+        r"each of 2 .* ranks 64 columns of queries and 192 of .*multiples of 128; try model\.kv_channels=64, other",
     ),
     (
         "precision=fp8_tensorwise; data.sequence_length=126; train.micro_batch_size=2; eval.drafts=0",
         1,
         r"micro_batch_size=2 of 126 tokens a rank is not a multiple of the 8 .*; try 4, or another data\.sequence_le",
     ),
+    (  # keys and values are not widened to one group a rank: 8 + 2 * 2 parts of 40 among 4 ranks are 120
+        "precision=fp8_tensorwise; TP=4; model.num_attention_heads=8; model.num_query_groups=2; model.kv_channels=40",
+        4,
+        r"8 heads and 2 .* groups of 40 .*ranks 80 columns .* and 120 of .*of 16; try model\.kv_channels=32 or 48",
+    ),
+    ("transformer.fp8_wgrad=false", 1, r"fp8_wgrad=false does nothing but with delayed scaling; remove it, or take"),
+    ("EMULATED; transformer.fp8_dot_product_attention=true", 1, r"attention=true does nothing without FP8; remove it"),
     ("PP=2; transformer.deallocate_pipeline_outputs=true", 2, r"outputs=true is silently wrong on gloo .*leave it out"),
     ("experts=4; transformer.moe_grouped_gemm=true", 1, r"moe_grouped_gemm needs CUDA; on a CPU leave it out"),
     ("transformer.gradient_accumulation_fusion=true", 1, r"needs NVIDIA's apex and CUDA; leave it out"),
@@ -327,7 +334,10 @@ def test_what_a_gpu_allows():
     check(engine, world_size=1, cuda=True, transformer_engine=True)
     check(load("TP=2; SP=true; parallel.tp_comm_overlap=true"), world_size=2, cuda=True, transformer_engine=True)
     check(load("transformer.cuda_graph_impl=local"), world_size=1, cuda=True)
-    assert "needs Transformer Engine (pip install" in refusal(engine, cuda=True)
+    overlapped = load("TP=2; SP=true; parallel.tp_comm_overlap=true; EMULATED")
+    with pytest.raises(ConfigError, match="tp_comm_overlap=true needs CUDA and Transformer Engine's layers"):
+        check(overlapped, world_size=2, cuda=True, transformer_engine=True)
+    assert "needs Transformer Engine (pip install --no-build-isolation" in refusal(engine, cuda=True)
     assert "fp8_tensorwise needs CUDA and Transformer Engine" in refusal(fp8, cuda=True)
     check(load("experts=4; transformer.moe_grouped_gemm=true"), world_size=1, cuda=True)
 

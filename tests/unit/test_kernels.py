@@ -7,8 +7,9 @@ import json
 
 import pytest
 
+from card_megatron.objectives import OBJECTIVES
 from card_megatron.platform import capabilities
-from card_megatron.platform.kernels import kernels_line, resolve_kernels
+from card_megatron.platform.kernels import BLOCK_ATTENTION, kernels_line, resolve_kernels
 from tests.configs import load
 from tests.unit.test_machine_checks import A100, H100
 
@@ -39,12 +40,21 @@ WITH_APEX = dataclasses.replace(WITHOUT_ENGINE, apex="0.1", wgrad_fusion=True)
             H100,
             {"overlap": "gradients with backward, tensor parallelism with products"},
         ),
+        ("objective.name=bd3lm; objective.masks=bernoulli", H100, {"attention": "torch FlexAttention", "linear": "TE"}),
+        ("model.activation=gelu", H100, {"activation": "torch"}),
+        ("model.activation=gelu; model.add_bias_linear=true", H100, {"activation": "fused"}),
+        ("model.activation=swiglu", H100, {"activation": "fused"}),
+        ("transformer.bias_activation_fusion=false", H100, {"activation": "torch"}),
         ("transformer.cuda_graph_impl=local", H100, {"CUDA graphs": "local"}),
     ],
 )
 def test_kernels_of_machines(overrides, machine, expected):
     kernels = resolve_kernels(load(overrides), machine)
     assert {part: kernels[part] for part in expected} == expected
+
+
+def test_block_attention_is_told_of_the_objectives_that_have_it():
+    assert set(BLOCK_ATTENTION) == {name for name, kind in OBJECTIVES.items() if kind.attention == "block"}
 
 
 def test_here_megatron_takes_what_is_told(build):

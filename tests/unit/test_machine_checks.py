@@ -14,6 +14,7 @@ import pytest
 from card_megatron.config import ConfigError
 from card_megatron.config.machine_checks import hardware_problems, refuse_machine, require_engine
 from card_megatron.platform import Capabilities, capabilities
+from card_megatron.training.preflight import _refuse_broken_engine
 from tests.configs import load
 
 H100 = Capabilities(
@@ -47,6 +48,12 @@ REFUSALS = [
         r"Engine 2\.12\.0 is not one .*from 2\.9, before 2\.12",
     ),
     ("precision=fp8_tensorwise", dict(transformer_engine="1.13.0"), r"Engine 1\.13\.0 is not one"),
+    (
+        "",
+        dict(transformer_engine="2.12rc1"),
+        r"Engine 2\.12rc1 is not one .*layers are its; pip .*transformer-engine\[",
+    ),
+    ("", dict(transformer_engine="mine"), r"Engine mine is not one"),
     ("", dict(transformer_engine_problem="half installed"), r"^half installed$"),
     ("", dict(apex_problem="a web toolkit"), r"^a web toolkit$"),
     (
@@ -81,6 +88,8 @@ def test_what_a_machine_cannot_run_is_refused(overrides, found, expected):
         ("precision=fp8_blockwise", H100),
         ("precision=mxfp8", B200),
         ("precision=bf16", A100),
+        ("", dict(transformer_engine="2.11rc1")),
+        ("model.spec=local", dict(transformer_engine="2.12.0")),
         ("EMULATED", A100),
         ("transformer.gradient_accumulation_fusion=true", H100),
         ("transformer.gradient_accumulation_fusion=true; model.spec=local", dict(apex="0.1", wgrad_fusion=True)),
@@ -104,6 +113,18 @@ def test_an_image_needs_an_engine_that_fits():
         require_engine(dataclasses.replace(H100, transformer_engine="2.8.0"))
     with pytest.raises(ConfigError, match="Transformer Engine is not here"):
         require_engine(capabilities())
+
+
+@pytest.mark.parametrize("error", ["ImportError", "OSError"])
+def test_an_engine_that_does_not_load_is_refused_with_the_build(error, tmp_path, monkeypatch):
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text(f"raise {error}('undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"2\.11\.0 is installed but does not load \(undefined symbol.*build it again: p"
+    ):
+        _refuse_broken_engine(H100)
+    _refuse_broken_engine(dataclasses.replace(H100, gpus=0))
 
 
 # ---------------------------------------------------------------- half-installed libraries, as packages on a path

@@ -55,12 +55,18 @@ assert {"torch.zeros", "torch.cuda.current_device", "Tensor.type"} <= changes(),
     assert result.returncode == 0, result.stderr
 
 
-def test_where_cuda_is_available_install_does_nothing():
+def test_where_cuda_is_available_install_leaves_torch_alone_and_gives_megatron_an_adam_that_resumes():
+    """Without Transformer Engine and apex torch's AdamW would train there, and save what cannot be loaded."""
     code = """
+import megatron.core.optimizer, megatron.core.transformer.moe.moe_utils  # they make torch wrap some of itself
+before = everything()
 torch.cuda.is_available = before["torch.cuda", "is_available"] = lambda: True
 from card_megatron.platform import install
 assert install() is False
-assert "megatron" not in sys.modules
+from card_megatron.platform.adam import FusedAdam
+from megatron.core.optimizer import distrib_optimizer
+assert distrib_optimizer.Adam is sys.modules["megatron.core.optimizer"].Adam is FusedAdam
+assert distrib_optimizer.USING_APEX_OPTIMIZER
 assert not changes(), changes()
 """
     result = run_python(CHANGES + code)

@@ -13,6 +13,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from card_megatron.config.remedies import INSTALL_ENGINE
 from card_megatron.planning.doctor.check import Check
 
 MEGATRON_CORE = "0.16.1"
@@ -156,12 +157,12 @@ def _engine(gpu: bool) -> Check:
     if spec is None or spec.origin is None:
         if not gpu:
             return _check(name, "none (used on GPUs only)")
-        remedy = "pip install 'card_megatron[gpu]': without it there is no FP8 and attention is slower"
+        remedy = f"{INSTALL_ENGINE}: without it there is no FP8 and attention is slower"
         return _check(name, None, ENGINE, "warn", remedy)
     package = Path(spec.origin).parent
     extension = "transformer_engine_torch*.so"
     if not any(package.parent.glob(extension)) and not any(package.rglob(extension)):
-        remedy = "pip install --no-build-isolation 'transformer_engine[pytorch]', or uninstall transformer_engine"
+        remedy = f"{INSTALL_ENGINE}, or pip uninstall transformer_engine"
         value = f"{found or 'found'}, without its torch extension"
         return _check(name, value, "whole: importing Megatron's layers crashes otherwise", "fail", remedy)
     if found is None or not Requirement(f"te{ENGINE}").specifier.contains(found, prereleases=True):
