@@ -140,8 +140,8 @@ def _kernels(config: RunConfig, precision: Precision) -> Iterator[str]:
         yield (
             f"{heads} heads and {groups} key/value groups of {head} give each of {tp} tensor-parallel ranks "
             f"{head * queries / tp:g} columns of queries and {head * all_three / tp:g} of queries, keys and values; "
-            f"FP8 ({recipe}) needs multiples of {of_widths}; try model.kv_channels={nearest_multiples(head, of_heads)}, "
-            "other numbers of heads and groups, or another parallel.tensor_model_parallel_size"
+            f"FP8 ({recipe}) needs multiples of {of_widths}; try model.kv_channels={nearest_multiples(head, of_heads)},"
+            " other numbers of heads and groups, or another parallel.tensor_model_parallel_size"
         )
     row = config.data.sequence_length // parallel.context_parallel_size // (tp if parallel.sequence_parallel else 1)
     if row * config.train.micro_batch_size % of_tokens:
