@@ -13,7 +13,7 @@ from pathlib import Path
 
 from card_megatron.config.errors import ConfigError
 from card_megatron.launch.environment import KINDS
-from card_megatron.launch.job import ARRAY_TASK, Container, Job, parse_options
+from card_megatron.launch.job import ARRAY_TASK, Container, Job, absolute, parse_options
 from card_megatron.launch.script import fill_array_task, render
 from card_megatron.launch.slurm import submission_options, submit
 
@@ -177,7 +177,7 @@ def default_name(kind: str, run_dir: str | None, chain: int) -> str:
     name = Path(run_dir.replace(f"_{ARRAY_TASK}", "")).name
     if chain == 1:
         return name
-    return f"{name}-{hashlib.sha256(os.path.abspath(run_dir).encode()).hexdigest()[:6]}"
+    return f"{name}-{hashlib.sha256(str(absolute(run_dir)).encode()).hexdigest()[:6]}"
 
 
 def venv_of(options: argparse.Namespace) -> str | None:
@@ -261,4 +261,6 @@ def report(job: Job, numbers: list[int]) -> None:
         print(f"summary: {job.run_dir}/logs/summary.log, ranks: {job.run_dir}/logs/JOB.RESTART/rank_N.log")
         print("save and end, without a requeue: scancel --signal=TERM JOB")
     if job.chain > 1:
-        print(f"end the whole chain (scancel JOB alone lets the next one begin): scancel --name={shlex.quote(job.name)}")
+        print(
+            f"end the whole chain (scancel JOB alone lets the next one begin): scancel --name={shlex.quote(job.name)}"
+        )

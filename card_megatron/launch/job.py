@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from card_megatron.config.errors import ConfigError
 
@@ -165,7 +165,7 @@ class Job:
         if self.container is not None and self.venv is not None:
             yield f"--venv {self.venv} and --container {self.container.image}: give one of them"
         if self.container is not None and self.run_dir is not None and not self._is_mounted(self.run_dir):
-            above = Path(os.path.abspath(self.run_dir)).parent
+            above = absolute(self.run_dir).parent
             yield (
                 f"run_dir={self.run_dir} is not mounted in the container under the same name, and would be lost with "
                 f"it; add --mount {above}:{above}"
@@ -175,8 +175,13 @@ class Job:
         """Below the folder of submission, which is always mounted, or a mount under its own name: the script, which
         runs outside, must find there what the ranks write."""
         mounts = [mount.split(":") for mount in (self.container.mounts if self.container else [])]
-        same = [os.getcwd(), *(parts[0] for parts in mounts if len(parts) == 1 or parts[0] == parts[1])]
-        return any(PurePosixPath(os.path.abspath(path)).is_relative_to(source) for source in same)
+        same = [str(Path.cwd()), *(parts[0] for parts in mounts if len(parts) == 1 or parts[0] == parts[1])]
+        return any(absolute(path).is_relative_to(source) for source in same)
+
+
+def absolute(path: str) -> Path:
+    """Without `..`, and with the links that are in it: paths are mounted by their names."""
+    return Path(os.path.normpath(Path(path).absolute()))
 
 
 def seconds_of(time: str) -> int | None:

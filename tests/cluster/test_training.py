@@ -205,11 +205,10 @@ def test_the_death_of_one_task_of_an_array_is_its_own(lab):
 @pytest.mark.cluster_rest
 def test_a_save_that_takes_longer_than_the_signal_leaves_is_a_time_limit_and_no_cancellation(lab):
     """The last link of a chain that has no other: one that ends in time says that the chain is over."""
-    slow = instead_of_card(lab, "slow", "trap '' USR1 TERM; for _ in {1..1000}; do sleep 1; done")
-    stopped = '{"reason": "SIGUSR1"}'.replace("{", "{\\n ").replace("}", "\\n}")
-    quick = instead_of_card(
-        lab, "quick", f"trap 'printf '\"'{stopped}'\"' > runs/quick/stopped.json; exit' USR1; for _ in {{1..1000}}; do sleep 1; done"
-    )
+    wait, word = "for _ in {1..1000}; do sleep 1; done", r"""'{\n "reason": "SIGUSR1"\n}\n'"""
+    slow = instead_of_card(lab, "slow", f"trap '' USR1 TERM; {wait}")
+    save = f"save() {{ printf {word} > runs/quick/stopped.json; exit; }}"
+    quick = instead_of_card(lab, "quick", f"{save}\ntrap save USR1\n{wait}")
     (job,) = lab.train("slow", slow, "--nodes=1", "--time=1", "--signal=10")
     chain = lab.train("quick", quick, "--nodes=1", "--time=1", "--signal=10", "--chain=2")
     other = lab.launch(

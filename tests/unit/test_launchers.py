@@ -87,7 +87,7 @@ def test_a_launcher_can_be_named():
 
 def test_a_rank_of_a_gpu_job_that_sees_no_gpu_is_refused():
     asked = {"CARD_GPUS_PER_NODE": "8"}
-    with pytest.raises(ConfigError, match="CARD_GPUS_PER_NODE=8, but CUDA finds no GPU on .*--nv .*drain the node"):
+    with pytest.raises(ConfigError, match=r"CARD_GPUS_PER_NODE=8, but CUDA finds no GPU on .*--nv .*drain the node"):
         refuse_missing_gpus(False, asked)
     refuse_missing_gpus(True, asked)
     refuse_missing_gpus(False, {})
