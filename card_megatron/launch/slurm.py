@@ -53,7 +53,10 @@ def outside_of_jobs(environment: Mapping[str, str]) -> dict[str, str]:
 def _sbatch(script: str, options: Sequence[str]) -> int:
     done = subprocess.run(
         ["sbatch", "--parsable", *options],
-        **dict(input=script, env=outside_of_jobs(os.environ), capture_output=True, text=True),
+        input=script,
+        env=outside_of_jobs(os.environ),
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         raise ConfigError(f"sbatch refused the job: {done.stderr.strip()}; `--print` shows the script")

@@ -18,7 +18,8 @@ def test_two_nodes_train_one_run(lab, reference):
     started = json.loads((reference / "events.jsonl").read_text().splitlines()[0])
     assert started["ranks"] == 2 and started["restart"] == 0 and len(started["hosts"]) == 2
     (logs,) = (reference / "logs").glob(f"{started['job_id']}.0")
-    assert sorted(path.name for path in logs.iterdir()) == ["rank_0.log", "rank_1.log", "srun.log"]
+    left = ["finished", "rank_0.log", "rank_1.log", "srun.log"]
+    assert sorted(path.name for path in logs.iterdir()) == left
     assert "step 150/150" in (logs / "rank_0.log").read_text()
     assert "finished at step 150" in lab.summary("reference")
     assert lab.cluster.job(started["job_id"])["Comment"] == f"card:{reference}"
