@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -213,6 +214,36 @@ def test_the_examples_are_what_the_command_prints_today(file, monkeypatch):
     assert set(scripts) == {path.name for path in EXAMPLES.glob("*.sbatch")}
     assert (EXAMPLES / file).read_text() == scripts[file], "run `make docs`"
     assert is_bash(scripts[file])
+
+
+# ---------------------------------------------------------------- ends, where there is no SLURM that could answer
+
+
+def decision_of(capsys, folder: Path, srun: str) -> dict:
+    """What the script of a run decides, in a folder of its own, when `srun` is this and no controller answers."""
+    script = printed(capsys, *TRAIN, "--venv=-", "--print")
+    (folder / "bin").mkdir()
+    (folder / "bin" / "srun").write_text(f"#!/bin/bash\n{srun}\n")
+    (folder / "bin" / "srun").chmod(0o755)
+    job = {"SLURM_JOB_ID": "8", "SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_USER": "me"}
+    system = {"PATH": f"{folder}/bin:/usr/bin:/bin", "SLURM_CONF": os.devnull, "BASH_FUNC_sleep%%": "() { :; }"}
+    done = subprocess.run(["bash"], input=script, env=job | system, capture_output=True, text=True, timeout=60)
+    decision = json.loads((folder / "runs" / "x" / "restarts.jsonl").read_text())
+    assert not decision["requeued"] and done.returncode == (decision["reason"] != "finished"), done.stdout + done.stderr
+    return decision
+
+
+@pytest.mark.parametrize(
+    ("srun", "reason"),
+    [
+        ("exit 0", "SLURM does not answer"),
+        ("exit 1", "SLURM does not answer"),
+        ('touch "$CARD_FINISHED"', "finished"),
+        (r"""printf 'a\tb "c"\n\e[31md\\' > "$CARD_REFUSED"; exit 1""", "refused: ab c [31md"),
+    ],
+)
+def test_ends_of_a_run_without_an_answer_of_slurms(capsys, tmp_path, srun, reason):
+    assert decision_of(capsys, tmp_path, srun)["reason"] == reason
 
 
 # ---------------------------------------------------------------- refusals
