@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from card_megatron.config.errors import CardError, RunStopped
+from card_megatron.config.errors import CardError, RunStopped, TemporaryRefusal
 from card_megatron.launchers import ranks_from_environment, tell_refusal
 from card_megatron.version import __version__
 
@@ -56,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except RunStopped as error:  # all ranks know: one says it
             tell_refusal(error)
             sys.exit(f"card {command}: {error}" if ranks_from_environment().rank == 0 else 1)
+        except TemporaryRefusal as error:  # not told: the job's script may start it again
+            sys.exit(f"card {command}: {error}")
         except CardError as error:
             tell_refusal(error)
             sys.exit(f"card {command}: {error}")

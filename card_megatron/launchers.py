@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from card_megatron.config.errors import ConfigError
+from card_megatron.config.errors import ConfigError, TemporaryRefusal
 
 ASKED = "CARD_WORLD_SIZE"
 """How many ranks a job was meant to have; `card launch` sets it, and any other number is refused."""
+GPUS = "CARD_GPUS_PER_NODE"
+"""How many GPUs of a node a job has; `card launch` sets it, and a rank that sees none of them is refused."""
 CHOSEN = "CARD_LAUNCHER"
 """Names a launcher of LAUNCHERS where what is found by itself is not meant."""
 PORTS = range(12_000, 32_000)
@@ -61,6 +63,17 @@ def refuse_other_world(found: int, environment: Mapping[str, str], launcher: str
         raise ConfigError(
             f"{ASKED}={asked} ranks were asked for, and {launcher} started {found}; start them with srun or mpirun as "
             f"the job's script does (`srun --mpi` must fit the MPI), or unset {ASKED}"
+        )
+
+
+def refuse_missing_gpus(cuda: bool, environment: Mapping[str, str] = os.environ) -> None:
+    """A rank that sees no GPU would train on the CPU, a thousand times slower, without a word."""
+    asked = environment.get(GPUS, "0")
+    if int(asked) > 0 and not cuda:
+        raise ConfigError(
+            f"{GPUS}={asked}, but CUDA finds no GPU on {socket.gethostname()}; a container needs --nv (Apptainer) or "
+            "NVIDIA's hook (Enroot), and torch a build with CUDA; where `nvidia-smi` fails too, drain the node "
+            f"(--exclude {socket.gethostname()})"
         )
 
 
@@ -143,7 +156,9 @@ def meeting_point(ranks: Ranks, environment: Mapping[str, str] = os.environ) -> 
     nodes = environment.get("SLURM_STEP_NODELIST" if ranks.launcher == "srun" else "SLURM_JOB_NODELIST")
     if nodes is not None and "SLURM_JOB_ID" in environment:
         address = address or next(hosts_of(nodes))
-        port = port or str(port_of_job(int(environment["SLURM_JOB_ID"]), int(environment.get("SLURM_STEP_ID", 0))))
+        # a job that is started again tries another port of its own: the last one may have been taken
+        step = int(environment.get("SLURM_STEP_ID", 0)) + int(environment.get("SLURM_RESTART_COUNT", 0))
+        port = port or str(port_of_job(int(environment["SLURM_JOB_ID"]), step))
     if address is None or port is None:
         if ranks.launcher == "torchrun":
             raise ConfigError(
@@ -183,7 +198,7 @@ def refuse_taken_port(port: int) -> None:
         try:
             probe.bind(("", port))
         except OSError as error:
-            raise ConfigError(
+            raise TemporaryRefusal(
                 f"port {port} of {socket.gethostname()}, where the ranks meet, is taken ({error.strerror}); "
                 "set MASTER_PORT to a free one"
             ) from error
@@ -210,8 +225,8 @@ def _expanded(part: str) -> Iterator[str]:
             yield from (f"{before}{number:0{len(first)}d}{end}" for end in _expanded(after))
 
 
-SUMMARY, REFUSED = "CARD_SUMMARY", "CARD_REFUSED"
-"""Files that a job's script names: its readable summary, and where a refusal is to be told."""
+SUMMARY, REFUSED, FINISHED = "CARD_SUMMARY", "CARD_REFUSED", "CARD_FINISHED"
+"""Files that a job's script names: its readable summary, and where a refusal and the end of a run are to be told."""
 
 
 def summarise(text: str, environment: Mapping[str, str] = os.environ) -> None:
@@ -227,6 +242,12 @@ def tell_refusal(error: Exception, environment: Mapping[str, str] = os.environ) 
     if REFUSED in environment:
         with contextlib.suppress(OSError):
             Path(environment[REFUSED]).write_text(f"{error}\n", encoding="utf-8")
+
+
+def tell_end(environment: Mapping[str, str] = os.environ) -> None:
+    """A run got to its end: the job's script takes nobody else's word for it, srun's exit code least of all."""
+    if FINISHED in environment:
+        Path(environment[FINISHED]).touch()
 
 
 def job_facts(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:

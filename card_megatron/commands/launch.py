@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import os
 import re
 import shlex
 import sys
@@ -11,7 +13,7 @@ from pathlib import Path
 
 from card_megatron.config.errors import ConfigError
 from card_megatron.launch.environment import KINDS
-from card_megatron.launch.job import ARRAY_TASK, Container, Job, parse_options
+from card_megatron.launch.job import ARRAY_TASK, Container, Job, absolute, parse_options
 from card_megatron.launch.script import fill_array_task, render
 from card_megatron.launch.slurm import submission_options, submit
 
@@ -27,6 +29,15 @@ def run(arguments: Sequence[str]) -> None:
     options, rest = made.parse_known_args(list(arguments))
     job = make_job(options, [word for word in rest if word != "--"], arguments)
     notes = check_training(job) if job.kind == "train" else []
+    try:
+        act(options, job, notes)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough; what was submitted is submitted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def act(options: argparse.Namespace, job: Job, notes: list[str]) -> None:
+    """Print, describe or submit."""
     if options.print:
         print(render(job), end="")
     elif options.dry_run:
@@ -115,6 +126,8 @@ def signal_seconds(text: str) -> int:
 
 def make_job(options: argparse.Namespace, rest: list[str], written_by: Sequence[str]) -> Job:
     """The job that the options describe; Job refuses what cannot run."""
+    if options.mount and not options.container:
+        raise ConfigError(f"--mount {options.mount[0]} needs --container IMAGE: without one every path is as it is")
     if options.gpus_per_node is None and options.kind in ("train", "eval"):
         raise ConfigError(f"card launch {options.kind} must know --gpus-per-node; 0 says that there are none")
     if not rest:
@@ -130,11 +143,10 @@ def make_job(options: argparse.Namespace, rest: list[str], written_by: Sequence[
     run_dir = run_dir_of(rest, options.array) if options.kind == "train" else None
     if options.kind == "data" and rest[0] == "build" and options.nodes * ranks_per_node > 1 and "--mpi" not in rest:
         rest = [*rest, "--mpi"]
-    default_name = f"card_{options.kind}" if run_dir is None else Path(run_dir.replace(f"_{ARRAY_TASK}", "")).name
     return Job(
         kind=options.kind,
         arguments=rest,
-        name=options.job_name or default_name,
+        name=options.job_name or default_name(options.kind, run_dir, options.chain),
         nodes=options.nodes,
         ranks_per_node=ranks_per_node,
         gpus_per_node=gpus,
@@ -156,6 +168,16 @@ def make_job(options: argparse.Namespace, rest: list[str], written_by: Sequence[
         interface=options.interface,
         written_by=f"card launch {shlex.join([word for word in written_by if word not in ('--print', '--dry-run')])}",
     )
+
+
+def default_name(kind: str, run_dir: str | None, chain: int) -> str:
+    """The run's folder. Jobs of a chain wait for those of their name: runs/a/base is not runs/b/base."""
+    if run_dir is None:
+        return f"card_{kind}"
+    name = Path(run_dir.replace(f"_{ARRAY_TASK}", "")).name
+    if chain == 1:
+        return name
+    return f"{name}-{hashlib.sha256(str(absolute(run_dir)).encode()).hexdigest()[:6]}"
 
 
 def venv_of(options: argparse.Namespace) -> str | None:
@@ -238,3 +260,7 @@ def report(job: Job, numbers: list[int]) -> None:
     if job.run_dir is not None:
         print(f"summary: {job.run_dir}/logs/summary.log, ranks: {job.run_dir}/logs/JOB.RESTART/rank_N.log")
         print("save and end, without a requeue: scancel --signal=TERM JOB")
+    if job.chain > 1:
+        print(
+            f"end the whole chain (scancel JOB alone lets the next one begin): scancel --name={shlex.quote(job.name)}"
+        )

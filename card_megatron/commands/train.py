@@ -12,6 +12,7 @@ from jsonargparse import ArgumentParser
 
 from card_megatron.config.errors import ConfigError
 from card_megatron.config.load import config_parser, load_config, rank_count
+from card_megatron.launchers import tell_end
 from card_megatron.platform import capabilities, ranks_from_environment
 
 DESCRIPTION = """Train a model. Fields come from defaults, then --preset, then --config, then --section.key value.
@@ -44,7 +45,9 @@ def run(arguments: Sequence[str]) -> None:
         start_local_ranks(options.nproc, arguments)
     from card_megatron.training.run import train_run
 
-    train_run(config, ranks, score_tasks=score_tasks)
+    summary = train_run(config, ranks, score_tasks=score_tasks)
+    if ranks.rank == 0 and "stopped" not in summary:
+        tell_end()
 
 
 def refuse_unwritable(run_dir: str) -> None:

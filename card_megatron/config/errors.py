@@ -9,6 +9,10 @@ class ConfigError(CardError, ValueError):
     """A configuration that cannot run."""
 
 
+class TemporaryRefusal(ConfigError):
+    """What may be gone at the next start: a port that is taken, a run directory that is still in use."""
+
+
 class CheckpointError(CardError):
     """A checkpoint that cannot be written, read or trusted."""
 

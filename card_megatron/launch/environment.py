@@ -24,7 +24,12 @@ class Variable:
 VARIABLES = [
     Variable("PYTHONUNBUFFERED", "1", "a rank that is killed leaves its last words in its log"),
     Variable("PYTHONFAULTHANDLER", "1", "a rank that crashes in C leaves its stack there"),
-    Variable("OMP_NUM_THREADS", "1", "ranks and data workers share the cores; more threads slow each other down"),
+    Variable(
+        "OMP_NUM_THREADS",
+        "1",
+        "ranks and data workers share the cores; more threads slow each other down",
+        ("train", "data", "eval"),
+    ),
     Variable(
         "CUDA_DEVICE_MAX_CONNECTIONS",
         "1",

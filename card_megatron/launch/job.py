@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from card_megatron.config.errors import ConfigError
 
+ARRAY = r"{tasks}(,{tasks})*(%\d+)?".format(tasks=r"\d+(-\d+(:\d+)?)?")
+"""What sbatch takes for --array."""
 ARRAY_TASK = "{array}"
 """In an argument: the number of the array's task."""
 OWN_OPTIONS = {
-    *(
-        "nodes",
-        "ntasks-per-node",
-        "gpus-per-node",
-        "cpus-per-task",
-        "partition",
-        "time",
-        "signal",
-        "requeue",
-        "no-requeue",
-    ),
-    *("account", "qos", "constraint", "exclude", "reservation", "array", "dependency", "job-name", "comment"),
+    **{
+        name: f"give it as --{name}, which the script must know of"
+        for name in (
+            *("nodes", "gpus-per-node", "partition", "time", "signal", "requeue", "no-requeue", "account", "qos"),
+            *("constraint", "exclude", "reservation", "array", "dependency", "job-name", "comment"),
+        )
+    },
+    "ntasks": "ranks are --nodes times --ranks-per-node",
+    "ntasks-per-node": "give it as --ranks-per-node",
+    "cpus-per-task": "give it as --cpus-per-rank",
+    "gpus": "give it as --gpus-per-node",
+    "gpus-per-task": "give it as --gpus-per-node",
+    "gres=gpu": "give it as --gpus-per-node, and a type of GPU as --constraint",
+    "chdir": "paths are relative to the folder of submission: submit it from there",
+    "open-mode": "it is append, so that a job that starts again does not lose its output",
 }
-"""Options of sbatch that have an option of their own, or are decided by one."""
+"""Options of sbatch that have an option of their own, or are decided by one -> what to do instead."""
 
 
 @dataclass
@@ -139,6 +145,10 @@ class Job:
                 )
         elif self.chain > 1:
             yield f"--chain {self.chain} needs --time: a job of a chain ends at its time limit"
+        if self.chain > 1 and self.kind != "train" and self.arguments[:1] != ["watch"]:
+            yield f"--chain {self.chain}: its jobs would do {self.kind} again and again; train and `eval watch` go on"
+        if self.array is not None and not re.fullmatch(ARRAY, self.array):
+            yield f"--array {self.array} is not a list of tasks such as 0-7, 1,3,5, 0-15:4 or 0-99%4"
         if self.chain > 1 and self.array is not None:
             yield f"--chain {self.chain} goes by the job's name, which tasks of --array {self.array} share; give one"
         if self.chain > 1 and "dependency" in self.options:
@@ -155,15 +165,23 @@ class Job:
         if self.container is not None and self.venv is not None:
             yield f"--venv {self.venv} and --container {self.container.image}: give one of them"
         if self.container is not None and self.run_dir is not None and not self._is_mounted(self.run_dir):
+            above = absolute(self.run_dir).parent
             yield (
-                f"run_dir={self.run_dir} is not mounted in the container, and would be lost with it; add "
-                f"--mount {Path(self.run_dir).parent}:{Path(self.run_dir).parent}"
+                f"run_dir={self.run_dir} is not mounted in the container under the same name, and would be lost with "
+                f"it; add --mount {above}:{above}"
             )
 
     def _is_mounted(self, path: str) -> bool:
-        """Relative paths stand below the folder of submission, which is always mounted."""
-        targets = [mount.split(":")[1] for mount in (self.container.mounts if self.container else []) if ":" in mount]
-        return not path.startswith("/") or any(PurePosixPath(path).is_relative_to(target) for target in targets)
+        """Below the folder of submission, which is always mounted, or a mount under its own name: the script, which
+        runs outside, must find there what the ranks write."""
+        mounts = [mount.split(":") for mount in (self.container.mounts if self.container else [])]
+        same = [str(Path.cwd()), *(parts[0] for parts in mounts if len(parts) == 1 or parts[0] == parts[1])]
+        return any(absolute(path).is_relative_to(source) for source in same)
+
+
+def absolute(path: str) -> Path:
+    """Without `..`, and with the links that are in it: paths are mounted by their names."""
+    return Path(os.path.normpath(Path(path).absolute()))
 
 
 def seconds_of(time: str) -> int | None:
@@ -193,8 +211,9 @@ def parse_options(entries: Sequence[str], option: str = "--sbatch") -> dict[str,
             raise ConfigError(
                 f"{option} {entry!r} is not NAME or NAME=VALUE with a long name of sbatch, such as mail-type=END"
             )
-        if name in OWN_OPTIONS:
-            raise ConfigError(f"{option} {entry!r}: give it as --{name}, which the script must know of")
+        remedy = OWN_OPTIONS.get("gres=gpu" if name == "gres" and value.startswith("gpu") else name)
+        if remedy is not None:
+            raise ConfigError(f"{option} {entry!r}: {remedy}")
         found[name] = value if equals else None
     return found
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from card_megatron.launch.environment import variables_of
 from card_megatron.launch.job import ARRAY_TASK, Job, quoted
-from card_megatron.launchers import ASKED
+from card_megatron.launchers import ASKED, GPUS
 
 WIDTH = 110
 REASONS = {
@@ -63,6 +63,8 @@ def _environment(job: Job) -> list[str]:
         "# any other number of ranks is refused: a wrong --mpi would start as many lone processes",
         f"export {ASKED}={job.world_size}",
     ]
+    if job.gpus_per_node:
+        lines += ["# a rank that sees no GPU is refused", f"export {GPUS}={job.gpus_per_node}"]
     if job.cpus_per_rank is not None:
         lines += [
             "# since SLURM 22.05 srun does not take this from the job",
@@ -101,6 +103,9 @@ def _plain(job: Job, command: str) -> Iterator[str]:
     yield _launcher(job, '"${command[@]}"', logs=True)
     yield "code=$?"
     yield 'cat "$logs/rank_0.log"  # the rank that speaks'
+    if not (job.uses_mpi and job.mpi == "mpirun"):
+        yield "# srun returns 0 also where a node could not open a log, and started nothing"
+        yield f"[[ $(find \"$logs\" -type f -name 'rank_*.log' | wc -l) == {job.world_size} ]] || code=1"
     yield '(( code == 0 )) || echo "exit code $code: see $logs"'
     yield "exit $code"
 
@@ -111,7 +116,7 @@ def _launcher(job: Job, command: str, *, logs: bool) -> str:
         return _mpirun(job, command, logs)
     words = ["srun", "--kill-on-bad-exit=1", *(f"--mpi={job.mpi}" for _ in range(job.uses_mpi))]
     if logs:
-        words.append('--output="$logs/rank_%t.log"')
+        words.append('--output="${logs//%/%%}/rank_%t.log"')
     words += map(shlex.quote, job.srun)
     container = job.container
     if container is not None and container.runtime == "pyxis":

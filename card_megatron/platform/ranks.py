@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from card_megatron.config.errors import ConfigError
-from card_megatron.launchers import Ranks, meeting_point, ranks_from_environment, refuse_taken_port
+from card_megatron.launchers import Ranks, meeting_point, ranks_from_environment, refuse_missing_gpus, refuse_taken_port
 
 __all__ = ["Ranks", "gpu_of", "init_process_group", "ranks_from_environment"]
 
@@ -19,6 +19,7 @@ def init_process_group(ranks: Ranks, *, store: dist.Store | None = None, timeout
     if dist.is_initialized():
         return
     cuda = torch.cuda.is_available()
+    refuse_missing_gpus(cuda)
     if cuda:
         torch.cuda.set_device(gpu_of(ranks))
     if store is None and ranks.world_size == 1:

@@ -13,6 +13,7 @@ from card_megatron.config.remedies import INSTALL_ENGINE
 from card_megatron.config.schema import RunConfig
 from card_megatron.data.preprocess import refuse_unusable
 from card_megatron.data.tokenizers import MockTokenizer, Tokenizer, load_tokenizer
+from card_megatron.launchers import refuse_missing_gpus
 from card_megatron.platform import Capabilities, Ranks, capabilities, install
 
 
@@ -31,6 +32,7 @@ class Plan:
 def preflight(config: RunConfig, ranks: Ranks, *, with_data: bool = True) -> Plan:
     """Check a run against this machine, this many ranks and its files; raises ConfigError with every broken rule."""
     machine = capabilities()  # looked at before install(), which answers for CUDA
+    refuse_missing_gpus(machine.cuda)
     refuse_machine(config, machine)  # before Megatron is imported: some of it crashes there
     _refuse_broken_engine(machine)
     install()

@@ -13,7 +13,7 @@ from typing import IO, Any
 import torch
 
 from card_megatron.config.derived import parameter_count, total_steps
-from card_megatron.config.errors import ConfigError
+from card_megatron.config.errors import ConfigError, TemporaryRefusal
 from card_megatron.config.load import dump_yaml
 from card_megatron.config.schema import RunConfig
 from card_megatron.launchers import job_facts, summarise
@@ -73,7 +73,7 @@ def hold(run_dir: str) -> IO[str]:
     except (BlockingIOError, PermissionError):
         file.seek(0)
         holder = file.read().strip() or "another process"
-        raise ConfigError(
+        raise TemporaryRefusal(
             f"run_dir={run_dir} is in use by {holder}; end that run (its ranks may have outlived their launcher), "
             "or choose another run_dir"
         ) from None

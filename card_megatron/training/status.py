@@ -55,12 +55,13 @@ class Status:
 def read_status(run_dir: str | Path) -> Status:
     """Look at a run directory; raises CardError where there is no run."""
     run_dir = Path(run_dir)
-    events = list(json_lines(run_dir / "events.jsonl"))
-    if not run_dir.is_dir() or not (events or (run_dir / "config.yaml").is_file()):
-        found = "no folder" if not run_dir.exists() else "no run: there is neither events.jsonl nor config.yaml in it"
+    events, decisions = (list(json_lines(run_dir / name)) for name in ("events.jsonl", "restarts.jsonl"))
+    if not run_dir.is_dir() or not (events or decisions or (run_dir / "config.yaml").is_file()):
+        files = "neither events.jsonl, nor config.yaml, nor a job's restarts.jsonl"
+        found = "no folder" if not run_dir.exists() else f"no run: there is {files} in it"
         raise CardError(f"{run_dir} is {found}; give the run_dir of a `card train`, or the number of its Slurm job")
     records = list(json_lines(run_dir / "metrics.jsonl", tail=TAIL_BYTES))
-    state, why = state_of(run_dir, events)
+    state, why = state_of(run_dir, events, decisions)
     status = Status(str(run_dir), state, why)
     _take_record(status, [record for record in records if "tokens_per_second" in record], run_dir)
     validations = [record for record in records if "validation" in record]
@@ -69,10 +70,11 @@ def read_status(run_dir: str | Path) -> Status:
         status.validation = {"step": validations[-1]["step"], "loss": losses}
     status.checkpoint = newest_checkpoint(run_dir)
     status.skipped_steps = len({event["step"] for event in events if event["event"] == "bad_step"})
-    status.restarts = restarts_of(events, list(json_lines(run_dir / "restarts.jsonl")))
+    status.restarts = restarts_of(events, decisions)
     status.stragglers = stragglers_of(events)
-    jobs = [str(event["job_id"]) for event in events if event["event"] == "started" and "job_id" in event]
-    status.job = {"id": jobs[-1]} if jobs else None
+    starts = [event for event in events if event["event"] == "started"]
+    jobs = sorted((line["time"], str(line["job_id"])) for line in (*starts, *decisions) if "job_id" in line)
+    status.job = {"id": jobs[-1][1]} if jobs else None
     return status
 
 
@@ -118,7 +120,9 @@ def _take_record(status: Status, records: list[dict[str, Any]], run_dir: Path) -
 # ---------------------------------------------------------------- does it run?
 
 
-def state_of(run_dir: Path, events: list[dict[str, Any]]) -> tuple[str, str]:
+def state_of(
+    run_dir: Path, events: list[dict[str, Any]], decisions: list[dict[str, Any]] | None = None
+) -> tuple[str, str]:
     """(state, why): the lock and the heartbeats say whether it runs, the other files how it ended."""
     beats = [beat for path in (run_dir / "heartbeats").glob("rank_*.json") if (beat := read_json(path)) is not None]
     alive = [beat for beat in beats if beat["doing"] != "ended" and time.time() - beat["time"] < ALIVE_SECONDS]
@@ -131,6 +135,12 @@ def state_of(run_dir: Path, events: list[dict[str, Any]]) -> tuple[str, str]:
         return "running", f"{doing}{holder or 'heartbeats are fresh'}"
     stopped, summary = read_json(run_dir / "stopped.json"), read_json(run_dir / "summary.json")
     last = next((event["event"] for event in reversed(events) if event["event"] in ("finished", "started")), None)
+    decision = decisions[-1] if decisions else None
+    started = max((int(event["time"]) for event in events if event["event"] == "started"), default=0)
+    if decision is not None and decision["time"] >= started and decision["reason"] != "finished":
+        if not decision["requeued"]:
+            return "stopped", f"{decision['reason']} (step {decision['step']:,}, {ago(decision['time'])})"
+        return "dead", f"to be started again: {decision['reason']} (step {decision['step']:,}, {ago(decision['time'])})"
     if stopped is not None:
         return "stopped", f"by {stopped['reason']} at step {stopped['step']:,}, {ago(stopped['time'])}"
     if last == "finished" and summary is not None:
@@ -176,20 +186,29 @@ def newest_checkpoint(run_dir: Path) -> dict[str, Any] | None:
 
 
 def restarts_of(events: list[dict[str, Any]], decisions: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every start after the first, and why it was needed: by the launcher's word, or else by the run's own."""
-    restarts: list[dict[str, Any]] = []
+    """Every start after the first, and why it was needed: by the launcher's word, or else by the run's own.
+
+    A start that died before it could say anything is known to the launcher alone.
+    """
+    restarts = [
+        {"time": line["time"], "step": line["step"], "reason": line["reason"]} for line in decisions if line["requeued"]
+    ]
     attempt: list[dict[str, Any]] = []
+    own: dict[str, Any] | None = None  # the restart that only events tell of
     for event in events:
         if event["event"] == "started" and attempt:
-            known = [line for line in decisions if attempt[0]["time"] <= line.get("time", 0) <= event["time"]]
-            reason = known[-1].get("reason") if known else None
-            restarts.append({"time": event["time"], "step": 0, "reason": reason or end_of(attempt)})
+            # the launcher's clock has whole seconds
+            known = [line for line in decisions if int(attempt[0]["time"]) <= line["time"] <= event["time"]]
+            own = None
+            if not any(line["requeued"] for line in known):
+                own = {"time": event["time"], "step": 0, "reason": known[-1]["reason"] if known else end_of(attempt)}
+                restarts.append(own)
         if event["event"] == "started":
             attempt = []
-        if event["event"] == "resumed" and restarts:
-            restarts[-1]["step"] = event["step"]
+        if event["event"] == "resumed" and own is not None:
+            own["step"] = event["step"]
         attempt.append(event)
-    return restarts
+    return sorted(restarts, key=lambda restart: restart["time"])
 
 
 def end_of(attempt: list[dict[str, Any]]) -> str:

@@ -18,7 +18,8 @@ def test_two_nodes_train_one_run(lab, reference):
     started = json.loads((reference / "events.jsonl").read_text().splitlines()[0])
     assert started["ranks"] == 2 and started["restart"] == 0 and len(started["hosts"]) == 2
     (logs,) = (reference / "logs").glob(f"{started['job_id']}.0")
-    assert sorted(path.name for path in logs.iterdir()) == ["rank_0.log", "rank_1.log", "srun.log"]
+    left = ["finished", "rank_0.log", "rank_1.log", "srun.log"]
+    assert sorted(path.name for path in logs.iterdir()) == left
     assert "step 150/150" in (logs / "rank_0.log").read_text()
     assert "finished at step 150" in lab.summary("reference")
     assert lab.cluster.job(started["job_id"])["Comment"] == f"card:{reference}"
@@ -134,15 +135,21 @@ def test_a_chain_of_jobs_goes_on_over_time_limits(lab, reference):
 # ---------------------------------------------------------------- ends that are ends
 
 
-def test_a_run_that_dies_without_progress_is_given_up(lab):
-    """`card` is a program that dies at once, as with a broken driver; once after a save, from which is counted anew."""
-    venv = lab.folder / "broken" / "bin"
+def instead_of_card(lab, name: str, script: str) -> str:
+    """The option that makes a job run this script as its `card`: what a run does, without the run."""
+    venv = lab.folder / f"{name}.venv" / "bin"
     venv.mkdir(parents=True)
     (venv / "activate").write_text(f"PATH={venv}:$PATH\n")
-    save = "mkdir -p runs/broken/checkpoints/step_000010 runs/broken/checkpoints/step_000020.unfinished-1"
-    (venv / "card").write_text(f'#!/bin/bash\n[ "${{SLURM_RESTART_COUNT:-0}}" != 1 ] || {save}\nkill -SEGV $$\n')
+    (venv / "card").write_text(f"#!/bin/bash\n{script}\n")
     (venv / "card").chmod(0o755)
-    (job,) = lab.train("broken", "--venv=broken", "--max-restarts=1")
+    return f"--venv={name}.venv"
+
+
+def test_a_run_that_dies_without_progress_is_given_up(lab):
+    """`card` is a program that dies at once, as with a broken driver; once after a save, from which is counted anew."""
+    save = "mkdir -p runs/broken/checkpoints/step_000010 runs/broken/checkpoints/step_000020.unfinished-1"
+    card = instead_of_card(lab, "broken", f'[ "${{SLURM_RESTART_COUNT:-0}}" != 1 ] || {save}\nkill -SEGV $$')
+    (job,) = lab.train("broken", card, "--max-restarts=1")
     assert lab.cluster.wait_for_end(job) == "FAILED"
     decisions = [(line["restart"], line["step"], line["requeued"]) for line in lab.decisions("broken")]
     assert decisions == [(0, 0, True), (1, 10, True), (2, 10, False)]
@@ -156,6 +163,67 @@ def test_what_the_ranks_refuse_is_not_started_again(lab):
     (decision,) = lab.decisions("refused")
     assert decision["reason"].startswith("refused: ") and "corpus/missing" in decision["reason"]
     assert not decision["requeued"] and decision["restart"] == 0
+
+
+def test_a_run_that_could_not_start_is_not_finished_though_srun_says_so(lab):
+    """A node that cannot open a rank's log starts nothing, and srun returns 0. Also: a % in the name of a run."""
+    card = instead_of_card(lab, "unlogged", 'echo here; [[ $SLURM_PROCID != 0 ]] || touch "$CARD_FINISHED"')
+    for name, reason in (("good%t", "finished"), ("bad%t", "a rank died")):
+        (job,) = lab.train(name, card, "--max-restarts=0", "--sbatch=hold")
+        logs = lab.run_dir(name) / "logs" / f"{job}.0"
+        if name == "bad%t":
+            for rank in (0, 1):
+                (logs / f"rank_{rank}.log").mkdir(parents=True)
+        lab.cluster.call("scontrol", "release", str(job))
+        state = lab.cluster.wait_for_end(job)
+        (decision,) = lab.decisions(name)
+        assert decision["reason"].startswith(reason) and not decision["requeued"], lab.story(name)
+        assert state == ("COMPLETED" if name == "good%t" else "FAILED")
+    assert (lab.run_dir("good%t") / "logs").is_dir()
+    (log,) = (lab.run_dir("good%t") / "logs").glob("*.0/rank_0.log")
+    assert log.read_text() == "here\n"
+
+
+def test_the_death_of_one_task_of_an_array_is_its_own(lab):
+    """SLURM gives the last task the number of the whole array."""
+    card = instead_of_card(
+        lab,
+        "array",
+        """(( SLURM_ARRAY_TASK_ID == 1 || ${SLURM_RESTART_COUNT:-0} )) || kill -SEGV $$
+        for _ in {1..300}; do [[ ! -e array.go ]] || break; sleep 0.2; done; touch "$CARD_FINISHED\"""",
+    )
+    where = ["--nodes=1", "--gpus-per-node=0", "--time=20", "--array=1-2", "--run_dir=runs/array_{array}"]
+    lab.launch("train", "--config=run.yaml", *where, card)
+    decisions = lab.wait_for_decisions("array_2", 1)
+    assert decisions[0]["requeued"]
+    wait_for("its second start", lambda: lab.summary("array_2").count("starts at") == 2, 120)
+    (lab.folder / "array.go").touch()
+    for task, starts in (("array_1", 1), ("array_2", 2)):
+        wait_for("end", lambda task=task: "finished" in lab.summary(task), 120, lambda task=task: lab.story(task))
+        assert lab.summary(task).count("starts at") == starts, lab.summary(task)
+
+
+@pytest.mark.cluster_rest
+def test_a_save_that_takes_longer_than_the_signal_leaves_is_a_time_limit_and_no_cancellation(lab):
+    """The last link of a chain that has no other: one that ends in time says that the chain is over."""
+    wait, word = "for _ in {1..1000}; do sleep 1; done", r"""'{\n "reason": "SIGUSR1"\n}\n'"""
+    slow = instead_of_card(lab, "slow", f"trap '' USR1 TERM; {wait}")
+    save = f"save() {{ printf {word} > runs/quick/stopped.json; exit; }}"
+    quick = instead_of_card(lab, "quick", f"{save}\ntrap save USR1\n{wait}")
+    (job,) = lab.train("slow", slow, "--nodes=1", "--time=1", "--signal=10")
+    chain = lab.train("quick", quick, "--nodes=1", "--time=1", "--signal=10", "--chain=2")
+    other = lab.launch(
+        *("train", "--config=run.yaml", "--run_dir=other/quick", "--nodes=1", "--gpus-per-node=0", "--time=1"),
+        *("--signal=10", "--sbatch=hold", f"--job-name={lab.cluster.job(chain[0])['JobName']}"),
+    )
+    assert lab.cluster.wait_for_end(job, 240) == "TIMEOUT"
+    (decision,) = lab.decisions("slow")
+    assert decision["reason"] == "time limit reached before the save was done: raise --signal", lab.story("slow")
+    assert lab.cluster.wait_for_end(chain[1], 360) == "COMPLETED", lab.story("quick")
+    first, last = (line for line in lab.summary("quick").splitlines() if "before the time limit;" in line)
+    assert first.endswith(f"job {chain[1]} of the chain goes on")
+    assert last.endswith("the chain is over, not finished: submit it again")
+    assert lab.cluster.state_of(other[0]) == "PENDING", "another run's, of the same name"
 
 
 # ---------------------------------------------------------------- nodes that share nothing but files

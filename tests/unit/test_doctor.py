@@ -18,7 +18,7 @@ import pytest
 from card_megatron.cli import main
 from card_megatron.planning.doctor import expected, hardware, limits, network, software, storage
 from card_megatron.planning.doctor.check import Check, Findings, merge, worst
-from card_megatron.planning.doctor.examine import Order, examine_all, rank_check, slow_rank_checks
+from card_megatron.planning.doctor.examine import Order, examine_all, examine_here, rank_check, slow_rank_checks
 from card_megatron.testing import run_distributed
 
 SMALL = ["--storage-mb", "4", "--network-mb", "1"]
@@ -184,6 +184,17 @@ def test_missing_and_mixed_gpus():
     assert next(iter(hardware.gpu_checks(hardware.parse_gpus(HEALTHY), 8))).verdict == "fail"
     mixed = hardware.parse_gpus(HEALTHY + "\n" + HEALTHY.replace("H100 80GB HBM3", "A100-SXM4-80GB"))
     assert next(iter(hardware.gpu_checks(mixed, None))).verdict == "warn"
+
+
+def test_an_nvidia_smi_that_fails_is_a_failure(tmp_path, monkeypatch):
+    """What a driver that has lost its GPUs prints, and where: on standard output."""
+    said = "Unable to determine the device handle for GPU 0000:18:00.0: Unknown Error"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{said}'\nexit 255\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    found = examine_here(Order(tmp_path), lambda text: None, storage=False)
+    (check,) = [check for check in found if check.name == "GPUs"]
+    assert check.verdict == "fail" and said in check.value and "drain the host" in check.remedy
 
 
 def test_multiplication_against_the_data_sheet():

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,8 +109,23 @@ def test_containers(capsys):
     assert 'apptainer exec --nv --bind="$PWD,/data:/data"' in apptainer and "--container-image" not in apptainer
     venv = printed(capsys, *TRAIN, "--venv=my venv", "--module=cuda/13", "--print")
     assert "source 'my venv'/bin/activate" in venv and "module load cuda/13" in venv
-    with pytest.raises(ConfigError, match=r"run_dir=/elsewhere/x is not mounted .* --mount /elsewhere:/elsewhere"):
-        launch.run([*TRAIN, *image, "--run_dir=/elsewhere/x", "--print"])
+    remedy = r"run_dir=/elsewhere/x is not mounted .* --mount /elsewhere:/elsewhere"
+    for mount in ("/data:/data", "/scratch:/elsewhere", "/elsewhere:/other"):  # the script looks for it from outside
+        with pytest.raises(ConfigError, match=remedy):
+            launch.run([*TRAIN, *image, f"--mount={mount}", "--run_dir=/elsewhere/x", "--print"])
+    with pytest.raises(ConfigError, match=r"run_dir=\.\./x is not mounted"):
+        launch.run([*TRAIN, *image, "--run_dir=../x", "--print"])
+    printed(capsys, *TRAIN, *image, "--mount=/elsewhere:/elsewhere:rw", "--run_dir=/elsewhere/x", "--print")
+
+
+def test_a_job_with_gpus_says_so_to_its_ranks(capsys):
+    assert "\nexport CARD_GPUS_PER_NODE=8\n" in printed(capsys, *TRAIN, "--print")
+    assert "CARD_GPUS" not in printed(capsys, *TRAIN[:-1], "--gpus-per-node=0", "--print")
+
+
+def test_threads_are_one_where_there_are_ranks(capsys):
+    assert "OMP_NUM_THREADS" in printed(capsys, *TRAIN, "--print")
+    assert "OMP_NUM_THREADS" not in printed(capsys, "convert", "to-hf", "a", "b", "--print")
 
 
 def test_arrays_fill_their_task_in(capsys):
@@ -124,6 +142,53 @@ def test_arrays_fill_their_task_in(capsys):
 def test_a_chain_is_ordered_by_name_and_does_not_requeue_at_its_limits(capsys):
     script = printed(capsys, *TRAIN, "--chain=3", "--time=10:00:00", "--print")
     assert "--dependency=singleton" in options_of(script) and "\nchain=yes\n" in script
+    other = printed(capsys, *TRAIN, "--run_dir=other/x", "--chain=3", "--time=10:00:00", "--print")
+    names = {options_of(text)[0] for text in (script, other)}
+    assert len(names) == 2 and all(re.fullmatch(r"--job-name=x-[0-9a-f]{6}", name) for name in names), names
+    watch = ["eval", "watch", "runs/x", "--gpus-per-node=1", "--chain=2", "--time=60", "--print"]
+    assert "--dependency=singleton" in options_of(printed(capsys, *watch))
+
+
+SBATCH = """#!/bin/bash
+env > "$(dirname "$0")/environment"
+n=$(wc -l < "$(dirname "$0")/jobs"); echo >> "$(dirname "$0")/jobs"
+(( n < 2 )) || { echo "QOSMaxSubmitJobPerUserLimit" >&2; exit 1; }
+echo $((n + 41))
+"""
+"""Takes two jobs, and no more: a site's limit, which a test cannot set up without accounting."""
+
+
+@pytest.fixture
+def sbatch(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "sbatch").write_text(SBATCH)
+    (tmp_path / "sbatch").chmod(0o755)
+    (tmp_path / "jobs").touch()
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_job_knows_nothing_of_the_job_that_it_was_submitted_in(sbatch, monkeypatch):
+    for name in ("SLURM_RESTART_COUNT", "SLURM_JOB_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "CARD_WORLD_SIZE"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    launch.run(["convert", "to-hf", "a", "b"])
+    found = dict(line.partition("=")[::2] for line in (sbatch / "environment").read_text().splitlines())
+    assert found["SLURM_CONF"] == "/etc/slurm.conf" and "PATH" in found
+    assert not {name for name in found if name.startswith(("SLURM_", "CARD_"))} - {"SLURM_CONF"}
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(found)
+
+
+def test_links_of_a_chain_that_wait_already_are_named_when_a_later_one_is_refused(sbatch):
+    with pytest.raises(ConfigError, match=r"link 3 of --chain 4: .*MaxSubmit.*Queued already: 41 42; .*scancel 41 42$"):
+        launch.run([*TRAIN, "--chain=4", "--time=10:00:00"])
+
+
+def test_a_reader_that_has_read_enough_is_no_error(sbatch):
+    command = f"{sys.executable} -m card_megatron launch convert to-hf a b | true; echo ${{PIPESTATUS[0]}}"
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parents[1])}
+    done = subprocess.run(["bash", "-c", command], **dict(env=environment, capture_output=True, text=True, timeout=60))
+    assert (done.stdout, done.stderr) == ("0\n", "") and (sbatch / "jobs").read_text() == "\n"
 
 
 def test_preprocessing_gets_the_ranks_of_mpi(capsys):
@@ -151,6 +216,36 @@ def test_the_examples_are_what_the_command_prints_today(file, monkeypatch):
     assert is_bash(scripts[file])
 
 
+# ---------------------------------------------------------------- ends, where there is no SLURM that could answer
+
+
+def decision_of(capsys, folder: Path, srun: str) -> dict:
+    """What the script of a run decides, in a folder of its own, when `srun` is this and no controller answers."""
+    script = printed(capsys, *TRAIN, "--venv=-", "--print")
+    (folder / "bin").mkdir()
+    (folder / "bin" / "srun").write_text(f"#!/bin/bash\n{srun}\n")
+    (folder / "bin" / "srun").chmod(0o755)
+    job = {"SLURM_JOB_ID": "8", "SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_USER": "me"}
+    system = {"PATH": f"{folder}/bin:/usr/bin:/bin", "SLURM_CONF": os.devnull, "BASH_FUNC_sleep%%": "() { :; }"}
+    done = subprocess.run(["bash"], input=script, env=job | system, capture_output=True, text=True, timeout=60)
+    decision = json.loads((folder / "runs" / "x" / "restarts.jsonl").read_text())
+    assert not decision["requeued"] and done.returncode == (decision["reason"] != "finished"), done.stdout + done.stderr
+    return decision
+
+
+@pytest.mark.parametrize(
+    ("srun", "reason"),
+    [
+        ("exit 0", "SLURM does not answer"),
+        ("exit 1", "SLURM does not answer"),
+        ('touch "$CARD_FINISHED"', "finished"),
+        (r"""printf 'a\tb "c"\n\e[31md\\' > "$CARD_REFUSED"; exit 1""", "refused: ab c [31md"),
+    ],
+)
+def test_ends_of_a_run_without_an_answer_of_slurms(capsys, tmp_path, srun, reason):
+    assert decision_of(capsys, tmp_path, srun)["reason"] == reason
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -171,6 +266,15 @@ def test_the_examples_are_what_the_command_prints_today(file, monkeypatch):
         ([*TRAIN, "--train.global_batchsize=4"], "unknown .*global_batchsize.*did you mean"),
         ([*TRAIN, "--parallel.tensor_model_parallel_size=3"], "tensor_model_parallel_size=3"),
         (["convert", "to-hf", "a", "b", "--nodes=2"], "convert is one process, not 2"),
+        (["eval", "runs/x", "--gpus-per-node=8", "--time=60", "--chain=2"], "--chain 2: its jobs would do eval again"),
+        ([*TRAIN, "--mount=/a:/a"], "--mount /a:/a needs --container IMAGE"),
+        ([*TRAIN, "--sbatch=ntasks=4"], "'ntasks=4': ranks are --nodes times --ranks-per-node"),
+        ([*TRAIN, "--sbatch=gpus=4"], "'gpus=4': give it as --gpus-per-node"),
+        ([*TRAIN, "--sbatch=gres=gpu:8"], "'gres=gpu:8': give it as --gpus-per-node"),
+        ([*TRAIN, "--sbatch=gpus-per-task=1"], "give it as --gpus-per-node"),
+        ([*TRAIN, "--sbatch=chdir=/tmp"], "relative to the folder of submission: submit it from there"),
+        ([*TRAIN, "--sbatch=open-mode=truncate"], "it is append"),
+        ([*TRAIN, "--array=abc", "--run_dir=runs/{array}"], "--array abc is not a list of tasks such as 0-7"),
         ([*TRAIN, "--container=x", "--venv=y"], "--venv y and --container x: give one of them"),
     ],
 )
@@ -203,10 +307,10 @@ def test_times_are_slurms(time, seconds):
 
 
 def test_options_pass_through():
-    assert parse_options(["--mail-type=END", "exclusive", "gres=gpu:8"]) == {
+    assert parse_options(["--mail-type=END", "exclusive", "gres=nvme:1"]) == {
         "mail-type": "END",
         "exclusive": None,
-        "gres": "gpu:8",
+        "gres": "nvme:1",
     }
     assert Job("convert", ["to-hf"], "c", options={"mem": "64G"}).sbatch_options()["mem"] == "64G"
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from card_megatron.cli import main
 from card_megatron.config import ConfigError
+from card_megatron.config.errors import TemporaryRefusal
 from card_megatron.launchers import (
     PORTS,
     Ranks,
@@ -20,6 +22,7 @@ from card_megatron.launchers import (
     port_of_job,
     processes_started,
     ranks_from_environment,
+    refuse_missing_gpus,
     refuse_taken_port,
 )
 
@@ -82,6 +85,28 @@ def test_a_launcher_can_be_named():
         ranks_from_environment({"CARD_LAUNCHER": "pbs"})
 
 
+def test_a_rank_of_a_gpu_job_that_sees_no_gpu_is_refused():
+    asked = {"CARD_GPUS_PER_NODE": "8"}
+    with pytest.raises(ConfigError, match=r"CARD_GPUS_PER_NODE=8, but CUDA finds no GPU on .*--nv .*drain the node"):
+        refuse_missing_gpus(False, asked)
+    refuse_missing_gpus(True, asked)
+    refuse_missing_gpus(False, {})
+
+
+def test_what_may_be_gone_at_the_next_start_is_not_told_as_a_refusal(tmp_path, monkeypatch):
+    """Such as a port that is taken: a job's script must start the run again, later."""
+    monkeypatch.setenv("CARD_REFUSED", str(tmp_path / "refused.txt"))
+    for error, told in ((TemporaryRefusal("in use"), False), (ConfigError("wrong"), True)):
+
+        def refuse(arguments, error=error):
+            raise error
+
+        monkeypatch.setattr("card_megatron.commands.status.run", refuse)
+        with pytest.raises(SystemExit, match=str(error)):
+            main(["status"])
+        assert (tmp_path / "refused.txt").exists() == told
+
+
 def test_how_many_processes_were_started():
     assert processes_started(STEP) == 4 and processes_started({**DAEMONS, **OPEN_MPI}) == 4
     assert processes_started(BATCH) is None
@@ -93,6 +118,8 @@ def test_how_many_processes_were_started():
 def test_ranks_of_a_job_meet_on_its_first_node_at_a_port_of_its_own():
     assert meeting_point(Ranks(3, 4, 1, "srun"), STEP) == ("node2", port_of_job(8, 0))
     assert meeting_point(Ranks(3, 4, 1, "openmpi"), {**DAEMONS, **OPEN_MPI})[0] == "node2"
+    again = meeting_point(Ranks(3, 4, 1, "srun"), {**STEP, "SLURM_RESTART_COUNT": "1"})
+    assert again == ("node2", port_of_job(8, 1)), "the first may have been taken"
     given = {**STEP, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}
     assert meeting_point(Ranks(3, 4, 1, "srun"), given) == ("10.0.0.1", 4000)
     with pytest.raises(ConfigError, match="without MASTER_ADDR and MASTER_PORT"):
@@ -109,7 +136,7 @@ def test_a_port_that_is_taken_is_named():
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port {port} of .* is taken .* set MASTER_PORT to a free one"):
+        with pytest.raises(TemporaryRefusal, match=f"port {port} of .* is taken .* set MASTER_PORT to a free one"):
             refuse_taken_port(port)
     refuse_taken_port(port)
 

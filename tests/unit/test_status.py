@@ -119,6 +119,31 @@ def test_the_launchers_reasons_come_before_the_runs_own():
     assert reasons[0] == (4, "time limit") and reasons[1][1].startswith("ended without a word")
 
 
+def decision(time: float, reason: str, requeued: bool, restart: int = 0) -> str:
+    line = {"time": int(time), "job_id": 7, "restart": restart, "reason": reason, "step": 4, "requeued": requeued}
+    return json.dumps(line) + "\n"
+
+
+def test_starts_that_died_before_they_could_say_anything_are_restarts_too(tmp_path):
+    died, now = "a rank died (node1: task 0: Killed)", time.time()
+    lines = [decision(now - 9, died, True), decision(now - 6, died, True, 1)]
+    (tmp_path / "restarts.jsonl").write_text("".join(lines))
+    status = read_status(tmp_path)  # there is nothing else: no start got so far
+    assert [restart["reason"] for restart in status.restarts] == [died, died] and status.job == {"id": "7"}
+    assert status.state == "dead" and status.why.startswith(f"to be started again: {died}")
+    (tmp_path / "restarts.jsonl").write_text("".join([*lines, decision(now, "refused: no data", False, 2)]))
+    status = read_status(tmp_path)
+    assert status.state == "stopped" and status.why.startswith("refused: no data (step 4, ")
+    assert len(status.restarts) == 2
+
+
+def test_the_jobs_last_word_is_the_state_until_the_next_start(copied):
+    started = json.loads((copied / "events.jsonl").read_text().splitlines()[0])["time"]
+    for when, why in ((time.time(), "time limit reached"), (started - 100, "by SIGTERM at step 4")):
+        (copied / "restarts.jsonl").write_text(decision(when, "time limit reached", False))
+        assert read_status(copied).why.startswith(why)
+
+
 def test_only_those_are_slow_that_still_are():
     def slow(rank: int) -> dict:
         return {"event": "straggler", "ranks": [rank], "text": f"rank {rank}"}

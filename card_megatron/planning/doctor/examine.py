@@ -10,7 +10,14 @@ from pathlib import Path
 
 from card_megatron.planning.doctor.check import Check, Findings
 from card_megatron.planning.doctor.expected import infiniband_gbits
-from card_megatron.planning.doctor.hardware import gpu_checks, matmul_check, matmul_tflops, read_gpus
+from card_megatron.planning.doctor.hardware import (
+    DriverError,
+    driver_check,
+    gpu_checks,
+    matmul_check,
+    matmul_tflops,
+    read_gpus,
+)
 from card_megatron.planning.doctor.limits import limit_checks
 from card_megatron.planning.doctor.software import software_checks
 from card_megatron.planning.doctor.storage import storage_checks
@@ -32,12 +39,16 @@ class Order:
 
 def examine_here(order: Order, say: Callable[[str], None], *, storage: bool = True) -> list[Check]:
     """This process and its host, alone. `storage`: once a host is enough."""
-    gpus = read_gpus()
+    gpus, failure = None, None
+    try:
+        gpus = read_gpus()
+    except DriverError as error:
+        failure = driver_check(error)
     driver = gpus[0]["driver_version"] if gpus else None
     say("software and limits")
     checks = [*software_checks(driver), *limit_checks(gpu=bool(gpus), infiniband=bool(infiniband_gbits()))]
     say("hardware")
-    checks += gpu_checks(gpus, order.expect_gpus)
+    checks += [failure] if failure is not None else gpu_checks(gpus, order.expect_gpus)
     if storage:
         say(f"file system of {order.run_dir}")
         checks += storage_checks(order.run_dir, order.storage_mb)

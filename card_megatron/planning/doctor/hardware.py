@@ -34,19 +34,24 @@ SLOWED_DOWN = {
 """Bits that mean trouble; idle, power cap and application clocks are no trouble."""
 
 
+class DriverError(Exception):
+    """An nvidia-smi that is there and fails: GPUs that were meant to be seen, and are not."""
+
+
 def read_gpus() -> list[dict[str, str]] | None:
-    """What nvidia-smi says of each GPU of this host; None where there is no driver."""
+    """What nvidia-smi says of each GPU of this host; None where there is no driver; raises DriverError."""
     if shutil.which("nvidia-smi") is None:
         return None
     for throttle in THROTTLE:
         command = ["nvidia-smi", f"--query-gpu={','.join([*FIELDS, throttle])}", "--format=csv,noheader,nounits"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        except (OSError, subprocess.SubprocessError):
-            return None
+        except (OSError, subprocess.SubprocessError) as error:
+            raise DriverError(f"nvidia-smi: {error}") from error
         if done.returncode == 0:
             return parse_gpus(done.stdout)
-    return None
+    said = (done.stdout.strip() or done.stderr.strip() or "no word").splitlines()[0]
+    raise DriverError(f"nvidia-smi: {said} (exit code {done.returncode})")
 
 
 def parse_gpus(text: str) -> list[dict[str, str]]:
@@ -54,6 +59,14 @@ def parse_gpus(text: str) -> list[dict[str, str]]:
     names = [*FIELDS, "throttle"]
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
     return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def driver_check(error: DriverError) -> Check:
+    remedy = (
+        "look at `nvidia-smi` and `dmesg | grep -i xid`; reload the driver, give the container its GPUs (--nv), or "
+        "drain the host"
+    )
+    return Check("hardware", "GPUs", str(error), "an nvidia-smi that answers", "fail", remedy)
 
 
 def gpu_checks(gpus: list[dict[str, str]] | None, expected: int | None) -> Iterator[Check]:
