@@ -77,6 +77,7 @@ time_is_up() {  # the limit came before the save was done: KILL follows in SLURM
 }
 
 on_term() {
+  trap '' TERM  # SLURM sends it to every process of the job: what is started from here on must outlive it
   say "TERM: SLURM ends this job"
   [[ $(job | field Reason) != TimeLimit ]] || time_is_up  # now: there may be no later
 }
@@ -99,6 +100,7 @@ trap on_term TERM
 ranks=$!
 wait "$ranks"; code=$?
 while kill -0 "$ranks" 2>/dev/null; do wait "$ranks"; code=$?; done  # a signal ends wait, not srun
+trap '' TERM USR1  # or the questions below could die of one that was meant for the ranks, and go unanswered
 
 # ---------------------------------------------------------------- its end
 reason=$(sed -nE 's/^ *"reason": "(.*)",?$/\1/p' "$run_dir/stopped.json" 2>/dev/null)

@@ -219,18 +219,32 @@ def test_the_examples_are_what_the_command_prints_today(file, monkeypatch):
 # ---------------------------------------------------------------- ends, where there is no SLURM that could answer
 
 
-def decision_of(capsys, folder: Path, srun: str) -> dict:
-    """What the script of a run decides, in a folder of its own, when `srun` is this and no controller answers."""
+def run_script(capsys, folder: Path, **commands: str) -> subprocess.CompletedProcess:
+    """The script of a run, in a folder of its own, with these in the place of SLURM's commands."""
     script = printed(capsys, *TRAIN, "--venv=-", "--print")
     (folder / "bin").mkdir()
-    (folder / "bin" / "srun").write_text(f"#!/bin/bash\n{srun}\n")
-    (folder / "bin" / "srun").chmod(0o755)
+    for name, text in commands.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "8", "SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_USER": "me"}
     system = {"PATH": f"{folder}/bin:/usr/bin:/bin", "SLURM_CONF": os.devnull, "BASH_FUNC_sleep%%": "() { :; }"}
-    done = subprocess.run(["bash"], input=script, env=job | system, capture_output=True, text=True, timeout=60)
+    return subprocess.run(["bash"], input=script, env=job | system, capture_output=True, text=True, timeout=60)
+
+
+def decision_of(capsys, folder: Path, srun: str) -> dict:
+    """What it decides when `srun` is this and no controller answers."""
+    done = run_script(capsys, folder, srun=srun)
     decision = json.loads((folder / "runs" / "x" / "restarts.jsonl").read_text())
     assert not decision["requeued"] and done.returncode == (decision["reason"] != "finished"), done.stdout + done.stderr
     return decision
+
+
+def test_a_term_for_every_process_of_the_job_does_not_end_its_questions(capsys, tmp_path):
+    """A lost node: SLURM ends the job by a TERM that reaches whatever the script has just started, too."""
+    answer = "kill -TERM $PPID; echo ' JobState=COMPLETING Reason=NodeDown Restarts=1'"
+    done = run_script(capsys, tmp_path, srun="exit 1", scontrol=answer)
+    assert "SLURM requeues it at step 0" in done.stdout, done.stdout
+    assert not (tmp_path / "runs" / "x" / "restarts.jsonl").exists(), "the next start says why"
 
 
 @pytest.mark.parametrize(
