@@ -20,6 +20,7 @@ COMMANDS = {
     "convert": ("card_megatron.commands.convert", "to and from the inference format, a Hugging Face folder"),
     "generate": ("card_megatron.commands.generate", "continue prompts, several tokens a pass"),
     "eval": ("card_megatron.commands.evaluate", "tasks of the lm-evaluation-harness, perplexities, generated text"),
+    "study": ("card_megatron.commands.study", "a grid of runs: train, evaluate and report it"),
     "launch": ("card_megatron.commands.launch", "train, data, convert or eval as a job of SLURM"),
     "data": ("card_megatron.commands.data", "make a corpus, a tokenizer, or .bin/.idx files"),
 }

@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from card_megatron.config.load import options_of as config_options
+
 FOLDER = Path(__file__).parent / "configs" / "paper"
 
 
@@ -25,10 +27,10 @@ def options_of(name: str, *, cpu: bool) -> list[str]:
     changed = dict(rows()[name])
     folder = FOLDER / "cpu" if cpu else FOLDER
     config = folder / f"{changed.pop('config')}.yaml"
-    given = [
-        f"--{field}={str(value).lower() if isinstance(value, bool) else value}" for field, value in changed.items()
+    return [
+        f"--config={config}",
+        *config_options(changed | {"run_dir": f"runs/{'paper_cpu' if cpu else 'paper'}/{name}"}),
     ]
-    return [f"--config={config}", *given, f"--run_dir=runs/{'paper_cpu' if cpu else 'paper'}/{name}"]
 
 
 def main() -> None:

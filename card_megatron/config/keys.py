@@ -55,9 +55,15 @@ def refuse_unknown(key: str, also: typing.Iterable[str] = ()) -> None:
     section, _, last = key.rpartition(".")
     # a right name in a wrong section is nearer to what was meant than a similar spelling
     close = [name for name in candidates if name.rpartition(".")[2] == last and section]
-    close = close or difflib.get_close_matches(key, candidates, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]}?" if close else "; `card config --help` lists all keys"
+    hint = f"; did you mean {close[0]}?" if close else suggestion(key, candidates)
+    hint = hint or "; `card config --help` lists all keys"
     raise ConfigError(f"unknown config key {key}{hint}")
+
+
+def suggestion(name: str, known: typing.Iterable[str]) -> str:
+    """'; did you mean X?' where one of the known names is near."""
+    close = difflib.get_close_matches(name, [*known], n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -106,6 +106,17 @@ def _own_options(parser: ArgumentParser) -> set[str]:
     }
 
 
+def options_of(fields: dict[str, Any]) -> list[str]:
+    """{section.key: value} as options of a command line: what load_config() reads."""
+    return [f"--{key}={_option_text(value)}" for key, value in fields.items()]
+
+
+def _option_text(value: Any) -> str:
+    if isinstance(value, (list, dict)) or value is None or isinstance(value, bool):
+        return json.dumps(value)  # which is YAML too
+    return str(value)
+
+
 def option_pairs(arguments: Sequence[str]) -> Iterator[tuple[str, Optional[str]]]:
     """(option, value) of a command line in either spelling; a value of None where none follows."""
     position = 0

@@ -13,6 +13,7 @@ FLOORS = [
     {"__main__"},
     {"cli"},
     {"commands"},
+    {"study"},
     {"evaluation"},
     {"training", "convert", "decoding", "launch", "planning", "testing"},
     {"inference"},

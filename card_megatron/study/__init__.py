@@ -1,0 +1,1 @@
+"""Studies: a declared grid of runs, trained, evaluated and reported by one command."""

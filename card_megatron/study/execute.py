@@ -1,0 +1,180 @@
+"""Trains, evaluates and records the runs of a study, several at a time, each a process of its own."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from card_megatron.config.errors import CardError, ConfigError
+from card_megatron.evaluation.report import write_json
+from card_megatron.study.definition import Study, StudyRun, config_hash
+from card_megatron.study.record import collect, evaluation_path, note_origin, read_record
+from card_megatron.training.status import read_status
+
+LOOK_SECONDS = 1.0
+
+
+@dataclass
+class Progress:
+    """Where one run of the grid stands."""
+
+    run: StudyRun
+    state: str = "waiting"
+    """waiting, training, evaluating NAME, done, stopped or failed."""
+    why: str = ""
+    finished: bool = field(default=False)
+
+
+def is_done(study: Study, run: StudyRun) -> bool:
+    """Its record is there, with every evaluation that the study asks for; refuses a record of something else."""
+    path = study.result_path(run)
+    if not path.is_file():
+        return False
+    record = read_record(path)
+    if record["config_hash"] != config_hash(run.load()):
+        raise ConfigError(
+            f"{path} is of another configuration ({record['config_hash']}) than {study.path} declares "
+            f"({config_hash(run.load())}); move it away with its run, or declare the run as it was"
+        )
+    return all(
+        record["evaluations"].get(name, {}).get("arguments") == words for name, words in study.evaluations().items()
+    )
+
+
+def is_trained(run: StudyRun) -> bool:
+    try:
+        return read_status(run.run_dir).state == "complete"
+    except CardError:
+        return False
+
+
+class Executor:
+    """A few workers over a queue of runs; a signal, or the end of the time, asks the processes to save and end."""
+
+    def __init__(self, study: Study, runs: Sequence[StudyRun], *, jobs: int, threads: int, minutes: float | None):
+        self.study, self.jobs, self.threads, self.minutes = study, jobs, threads, minutes
+        self.progress = [Progress(run) for run in runs]
+        self.waiting: queue.SimpleQueue[Progress] = queue.SimpleQueue()
+        for item in self.progress:
+            if is_done(study, item.run):
+                item.state, item.finished = "done", True
+            else:
+                self.waiting.put(item)
+        self.stopping = threading.Event()
+        self.processes: dict[str, subprocess.Popen] = {}
+        self.lock = threading.Lock()
+
+    def run(self, show: Callable[[Sequence[Progress]], None]) -> bool:
+        """Until all is done or stopped; true where nothing is left to do."""
+        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        workers = [threading.Thread(target=self._work, daemon=True) for _ in range(self.jobs)]
+        end = None if self.minutes is None else time.monotonic() + 60 * self.minutes
+        try:
+            for worker in workers:
+                worker.start()
+            while any(worker.is_alive() for worker in workers):
+                show(self.progress)
+                if end is not None and time.monotonic() > end:
+                    self.stop("the time is over")
+                time.sleep(LOOK_SECONDS)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        show(self.progress)
+        return all(item.state == "done" for item in self.progress)
+
+    def stop(self, why: str) -> None:
+        """Once: training saves on TERM, and a second one would end it without."""
+        with self.lock:
+            if self.stopping.is_set():
+                return
+            self.stopping.set()
+            for process in self.processes.values():
+                process.terminate()
+        print(f"stopping ({why}): runs save first; the same command goes on", file=sys.stderr)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        # not the lock: the main thread may hold it. A thread of its own takes it when it is free.
+        threading.Thread(target=self.stop, args=(signal.Signals(number).name,), daemon=True).start()
+
+    def _work(self) -> None:
+        while not self.stopping.is_set():
+            try:
+                item = self.waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                self._finish(item)
+                item.state, item.finished = "done", True
+            except _Stopped:
+                item.state = "stopped"
+            except Exception as error:  # one run that fails does not take the others with it
+                item.state, item.why = "failed", str(error)
+
+    def _finish(self, item: Progress) -> None:
+        run = item.run
+        if not is_trained(run):
+            item.state = "training"
+            run.run_dir.mkdir(parents=True, exist_ok=True)
+            note_origin(run)
+            self._call(item, ["train", *run.options()])
+            if not is_trained(run):
+                raise _Stopped if self.stopping.is_set() else ConfigError(f"it is not complete; see {log_of(run)}")
+        for name, words in self.study.evaluations().items():
+            item.state = f"evaluating {name}"
+            output = evaluation_path(run, name)
+            self._call(item, ["eval", *evaluation_arguments(words, run, output)])
+        write_json(self.study.result_path(run), collect(self.study, run))
+
+    def _call(self, item: Progress, words: list[str]) -> None:
+        """`card WORDS`, whose output goes to the run's log."""
+        label, log = item.run.label, log_of(item.run)
+        environment = os.environ | {"OMP_NUM_THREADS": str(self.threads)}
+        with log.open("ab") as output:
+            with self.lock:
+                if self.stopping.is_set():
+                    raise _Stopped
+                # a session of its own: Ctrl-C reaches this process alone, which passes on one signal
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "card_megatron", *words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    start_new_session=True,
+                )
+                self.processes[label] = process
+            code = process.wait()
+            with self.lock:
+                del self.processes[label]
+        if self.stopping.is_set() and code:
+            raise _Stopped
+        if code:
+            raise ConfigError(f"card {words[0]} ended with {code}: {last_line(log)} ({log})")
+
+
+class _Stopped(Exception):
+    """The study was asked to stop."""
+
+
+def evaluation_arguments(words: Sequence[str], run: StudyRun, output: Path) -> list[str]:
+    """Of `card eval`: the run stands behind the kind, or first where tasks have no word for theirs."""
+    kind = [] if words[0].startswith("--") else [words[0]]
+    return [*kind, str(run.run_dir), *words[len(kind) :], f"--output={output}"]
+
+
+def log_of(run: StudyRun) -> Path:
+    return run.run_dir / "study.log"
+
+
+def last_line(path: Path) -> str:
+    lines = path.read_text("utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"

@@ -1,0 +1,197 @@
+"""What is kept of a finished run: one JSON file, small enough to commit, without a path of the machine."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from card_megatron.config.errors import ConfigError
+from card_megatron.evaluation.compare import Comparison
+from card_megatron.evaluation.report import write_json
+from card_megatron.evaluation.runs import Run, read_run
+from card_megatron.study.definition import Study, StudyRun, config_hash
+from card_megatron.version import __version__
+
+KIND = "study_run"
+ORIGIN = "origin.json"
+"""In a run directory: the commit and the machine that a study began it with."""
+POINTS = 100
+"""Of a training curve: each is a mean over as many steps."""
+WINDOW = 50
+"""Steps over which gradient norms are compared with each other: in so few the run itself changes little."""
+DRAFTS = ("accept_length", "passes_per_token")
+
+
+def evaluation_path(run: StudyRun, name: str) -> Path:
+    return run.run_dir / "study" / f"{name}.json"
+
+
+def note_origin(run: StudyRun) -> None:
+    """Before a run begins: what it is begun with. A run that goes on keeps what it has."""
+    path = run.run_dir / ORIGIN
+    if not path.is_file():
+        write_json(path, origin())
+
+
+def origin() -> dict[str, Any]:
+    return {"version": __version__, "commit": commit(), "machine": machine()}
+
+
+def commit() -> str | None:
+    """Of the checkout that this package stands in, `+` where it has changes; None where it is installed."""
+    here = Path(__file__).parents[2]
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=30)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    head = git("rev-parse", "--short=10", "HEAD")
+    return head and head + ("+" if git("status", "--porcelain", "--untracked-files=no", "--", "card_megatron") else "")
+
+
+def machine() -> str:
+    return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+
+
+def collect(study: Study, run: StudyRun) -> dict[str, Any]:
+    """The record of a finished run, from its directory and the evaluations of this study and of others."""
+    found = read_run(run.run_dir)
+    refuse_other_configuration(run, found)
+    comparison = Comparison()
+    comparison.add(f"{run.label}={run.run_dir}")
+    evaluations: dict[str, Any] = {}
+    for name, words in study.evaluations().items():
+        path = evaluation_path(run, name)
+        comparison.add(f"{run.label}={path}")
+        evaluations[name] = {"arguments": words}
+    earlier = read_record(study.result_path(run)) if study.result_path(run).is_file() else None
+    cells = {
+        f"{name} · {more}" if (more := row.source[2]) else name: cell
+        for row in comparison.rows
+        for name, cell in row.cells.items()
+    }
+    steps = found.last_step
+    return {
+        "kind": KIND,
+        "run": run.name,
+        "seed": run.seed,
+        "config_hash": config_hash(run.load()),
+        "objective": found.config.objective.name,
+        "given": run.given,
+        "steps": steps,
+        "tokens": found.tokens_at([steps])[0],
+        "hours": round(training_seconds(run.run_dir) / 3600, 4),
+        **json.loads((run.run_dir / ORIGIN).read_text("utf-8")),
+        # of another study that shares this run
+        "evaluations": (earlier or {}).get("evaluations", {}) | evaluations,
+        "cells": (earlier or {}).get("cells", {})
+        | draft_cells(found)
+        | gradient_cells(found)
+        | {
+            name: {"value": cell.value, "stderr": cell.stderr, **({"bound": cell.bound} if cell.bound else {})}
+            for name, cell in cells.items()
+        },
+        "curves": curves(found),
+    }
+
+
+def refuse_other_configuration(run: StudyRun, found: Run) -> None:
+    """A folder may hold a run of an earlier version of the study, whose number would stand in a wrong row."""
+    wanted = run.load()
+    trained = found.config
+    if wanted.model.vocab_size is None:  # a run writes down the size that its tokenizer has
+        trained = replace(trained, model=replace(trained.model, vocab_size=None))
+    declared, there = config_hash(wanted), config_hash(trained)
+    if declared != there:
+        raise ConfigError(
+            f"{run.run_dir} was trained with another configuration ({there}) than the study declares ({declared}); "
+            f"`card config {' '.join(run.options())}` beside its config.yaml shows what differs. Move it away, or "
+            "declare it as it was"
+        )
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text("utf-8"))
+        if record["kind"] == KIND:
+            return record
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ConfigError(f"{path} is no record of a study's run; move it away")
+
+
+def training_seconds(run_dir: Path) -> float:
+    """Time of the steps alone, over all starts of the run."""
+    records = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text("utf-8").splitlines() if line)
+    last, total = 0, 0.0
+    for record in records:
+        if "step_seconds" in record:
+            total += record["step_seconds"] * (record["step"] - last)
+            last = record["step"]
+    return total
+
+
+def draft_cells(run: Run) -> dict[str, Any]:
+    """What validation measured of drafting, where it did."""
+    found = {}
+    for name, points in run.series.items():
+        of, _, metric = name.removeprefix("validation/").rpartition("/")
+        if name.startswith("validation/") and metric in DRAFTS:
+            found[f"{of} {metric.replace('_', ' ')}"] = {"value": points[max(points)], "stderr": None}
+    return found
+
+
+def gradient_cells(run: Run) -> dict[str, Any]:
+    """How much gradient norms vary from step to step, after the first tenth of the run; where steps are recorded."""
+    points = run.series.get("grad_norm", {})
+    norms = [points[step] for step in sorted(points) if step > run.last_step / 10]
+    if len(norms) < 2 * WINDOW or len(points) < run.last_step:
+        return {}
+    windows = [norms[start : start + WINDOW] for start in range(0, len(norms) - WINDOW + 1, WINDOW)]
+    within = [statistics.stdev(window) / statistics.fmean(window) for window in windows]
+    return {
+        "grad norm": {"value": statistics.fmean(norms), "stderr": None},
+        "grad norm variation": {"value": statistics.fmean(within), "stderr": None},
+    }
+
+
+def curves(run: Run) -> dict[str, Any]:
+    """Metric -> its tokens, epochs and values: validation as it is, training in means over stretches of steps."""
+    try:
+        epoch: float = run.epoch_tokens()
+    except ConfigError:  # the data is elsewhere
+        epoch = math.nan
+    found = {}
+    for name, points in run.series.items():
+        if name == "loss":
+            steps, values = thinned(sorted(points), [points[step] for step in sorted(points)])
+        elif name.startswith("validation/"):
+            steps, values = sorted(points), [points[step] for step in sorted(points)]
+        else:
+            continue
+        tokens = run.tokens_at(steps)
+        found[name] = {
+            "tokens": tokens,
+            "epochs": [round(count / epoch, 4) for count in tokens] if math.isfinite(epoch) else None,
+            "values": [float(f"{value:.6g}") for value in values],
+        }
+    return found
+
+
+def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
+    size = max(1, math.ceil(len(steps) / POINTS))
+    starts = range(0, len(steps), size)
+    return [steps[min(start + size, len(steps)) - 1] for start in starts], [
+        statistics.fmean(values[start : start + size]) for start in starts
+    ]
