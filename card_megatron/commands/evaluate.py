@@ -9,6 +9,7 @@ from collections.abc import Sequence
 TASKS = "card_megatron.commands.eval_tasks:run"
 KINDS = {
     "perplexity": ("card_megatron.commands.eval_perplexity:run", "token, word and byte perplexity of texts"),
+    "denoising": ("card_megatron.commands.eval_denoising:run", "nll of text behind masks, by depth"),
     "generation": ("card_megatron.commands.eval_generation:run", "Gen PPL, speed and repetition of decoders"),
     "compare": ("card_megatron.commands.eval_compare:run", "runs and evaluations in one table, and their curves"),
     "watch": ("card_megatron.commands.eval_watch:run", "a run's checkpoints as they appear"),

@@ -10,7 +10,7 @@ from typing import Any
 
 from card_megatron.checkpoint.folder import step_of
 from card_megatron.config.errors import ConfigError
-from card_megatron.evaluation.report import NOTHING, markdown_table, shown
+from card_megatron.evaluation.report import NOTHING, markdown_table, masks, shown
 from card_megatron.evaluation.runs import Run, is_run, read_run
 from card_megatron.objectives import OBJECTIVES
 
@@ -239,6 +239,15 @@ def perplexity_rows(content: dict[str, Any]) -> Found:
         yield source_of(result["model_path"]), cells
 
 
+def denoising_rows(content: dict[str, Any]) -> Found:
+    for result in content["results"]:
+        cells = {
+            f"{result['set']} nll behind {masks(depth)}": Cell(value, error)
+            for depth, (value, error) in enumerate(zip(result["nll"], result["nll_stderr"], strict=True))
+        }
+        yield source_of(result["model_path"]), cells
+
+
 def generation_rows(content: dict[str, Any]) -> Found:
     for result in content["results"]:
         cells = {
@@ -273,6 +282,7 @@ def checkpoint_rows(content: dict[str, Any]) -> Found:
 
 READERS: dict[str, Callable[[dict[str, Any]], Found]] = {
     "perplexity": perplexity_rows,
+    "denoising": denoising_rows,
     "generation": generation_rows,
     "tasks": task_rows,
     "checkpoint": checkpoint_rows,

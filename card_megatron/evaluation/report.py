@@ -74,6 +74,10 @@ def shown(value: float | None, error: float | None = None, digits: int | None = 
     return text if error is None or not math.isfinite(error) else f"{text} ± {error:,.{digits}f}"
 
 
+def masks(count: int) -> str:
+    return "1 mask" if count == 1 else f"{count} masks"
+
+
 @contextlib.contextmanager
 def picture(path: Path, title: str, across: str, up: str) -> Iterator[Any]:
     """Axes to draw on; the PNG is written when the block ends."""

@@ -89,9 +89,19 @@ class Scorer:
         self.forwarded = 0
         """Tokens that this rank's replica has fed, padding aside; shared prefixes count once."""
 
-    def score(self, pairs: Sequence[Pair], *, per_token: bool = False, progress: Progress | None = None) -> list[Score]:
-        """One Score for each (context, continuation), in their order; neither part may be empty."""
-        requests = [self._request(index, *pair) for index, pair in enumerate(pairs)]
+    def score(
+        self,
+        pairs: Sequence[Pair],
+        *,
+        per_token: bool = False,
+        progress: Progress | None = None,
+        instead: int | None = None,
+    ) -> list[Score]:
+        """One Score for each (context, continuation), in their order; neither part may be empty.
+
+        `instead` is fed in place of the continuation's tokens: with [MASK], each is predicted through those before it.
+        """
+        requests = [self._request(index, *pair, instead) for index, pair in enumerate(pairs)]
         known = sort_sequences([request.fed for request in requests])
         mine = shares(known, self.model.replicas)[self.model.replica]
         lengths = [len(request.targets) for request in requests]
@@ -105,14 +115,19 @@ class Scorer:
             results.gather(counts=self.model.leads)
         return results.scores(per_token)
 
-    def _request(self, index: int, context: Sequence[int], continuation: Sequence[int]) -> _Request:
+    def _request(
+        self, index: int, context: Sequence[int], continuation: Sequence[int], instead: int | None
+    ) -> _Request:
         """As the harness cuts a pair: the last max_length + 1 tokens, of which the last is predicted and not fed."""
         tokens = check_pair(index, context, continuation, self.max_length, self.backend.vocab_size)
         if len(tokens) > self.max_length + 1:
             self.truncated += 1
             tokens = tokens[-(self.max_length + 1) :]
         fed = tokens[:-1]
-        return _Request(fed, np.asarray(continuation, dtype=np.int64), len(fed) - len(continuation))
+        first = len(fed) - len(continuation)
+        if instead is not None:
+            fed[first + 1 :] = [instead] * (len(continuation) - 1)
+        return _Request(fed, np.asarray(continuation, dtype=np.int64), first)
 
 
 def summed_over_replicas(table: np.ndarray, *, counts: bool) -> np.ndarray:
