@@ -123,7 +123,7 @@ def check_runs(study: Study, runs: list[StudyRun]) -> None:
 def check_evaluation(name: str, words: list[str]) -> None:
     """Files that an evaluation names as NAME=PATH must be there before hours of training."""
     for place, word in enumerate(words):
-        if word == "--data" and words[0] in ("perplexity", "drafts"):
+        if word == "--data" and words[0] in ("perplexity", "denoising"):
             for entry in words[place + 1 :]:
                 if entry.startswith("--"):
                     break

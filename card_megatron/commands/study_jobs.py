@@ -59,7 +59,7 @@ def training_words(study: Study, run: StudyRun, options: list[str]) -> list[str]
 def evaluation_words(study: Study, run: StudyRun, name: str, words: list[str], options: list[str]) -> list[str]:
     """An evaluation takes the options of the job, but no chain: it is one job."""
     kept = [word for word in options if word.partition("=")[0] != "--chain"]
-    arguments = evaluation_arguments(words, run, evaluation_path(run, name))
+    arguments = evaluation_arguments(words, run, evaluation_path(run, name, words))
     return ["eval", f"--job-name={study.name}-{run.label}-{name}", *kept, *arguments]
 
 

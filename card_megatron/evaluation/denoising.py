@@ -56,7 +56,9 @@ def measure(
     if not pairs:
         raise ConfigError(f"{texts.name} has no document of {length} tokens; choose a shorter --window, or other texts")
     scores = scorer.score(pairs, per_token=True, progress=progress, instead=model.tokenizer.mask)
-    by_depth = [[-value for value in column] for column in zip(*(score.token_logprobs for score in scores), strict=True)]
+    by_depth = [
+        [-value for value in column] for column in zip(*(score.token_logprobs for score in scores), strict=True)
+    ]
     root = math.sqrt(len(pairs))
     errors = [statistics.stdev(column) / root if len(column) > 1 else None for column in by_depth]
     return Denoising(texts.name, length, len(pairs), [statistics.fmean(column) for column in by_depth], errors)
@@ -89,4 +91,3 @@ def table_rows(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[
         for result in results
     ]
     return ["set", "model", *(f"nll behind {masks(depth)}" for depth in depths), "samples"], rows
-

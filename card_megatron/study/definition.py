@@ -16,9 +16,10 @@ from card_megatron.config.errors import ConfigError
 from card_megatron.config.keys import suggestion
 from card_megatron.config.load import load_config, options_of
 from card_megatron.config.schema import RunConfig
+from card_megatron.data.indexed import read_manifest
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.]*"
-EVALUATIONS = ("perplexity", "generation", "drafts")
+EVALUATIONS = ("perplexity", "denoising", "generation")
 """Kinds of `card eval` that a study may ask for; tasks have no word of their own and begin with --tasks."""
 OWN = ("run_dir", "seed")
 """Fields of a run that the grid decides."""
@@ -62,6 +63,8 @@ class Study:
     """Configuration that every run begins with, beside this file."""
     runs: dict[str, dict[str, Any]]
     """Name -> what is changed in it, as {section.key: value}. Studies of one folder share runs of one name."""
+    every: dict[str, Any] = field(default_factory=dict)
+    """What is changed in every run, as in `runs`, which may change it again."""
     seeds: list[int] = field(default_factory=lambda: [1, 2])
     """Every run is trained with each of them; differences are paired by seed."""
     baseline: str = ""
@@ -94,7 +97,10 @@ class Study:
             if wanted not in known:
                 raise ConfigError(f"--only {wanted} is no run of {self.path}; it has {', '.join(self.runs)}")
         found = [
-            StudyRun(name, seed, self.path.parent / self.config, Path(self.folder) / f"{name}-s{seed}", given)
+            StudyRun(
+                *(name, seed, self.path.parent / self.config, Path(self.folder) / f"{name}-s{seed}"),
+                {**self.every, **given},
+            )
             for seed in self.seeds
             for name, given in self.runs.items()
         ]
@@ -141,7 +147,8 @@ def _mapping(path: Path, tree: dict[str, Any], key: str) -> dict[Any, Any]:
 
 
 def _problems(study: Study):
-    kinds = {"seeds": list, "evaluate": dict, "columns": dict, "curves": dict, "epochs": bool, "baseline": str}
+    kinds = {"seeds": list, "every": dict, "evaluate": dict, "columns": dict, "curves": dict, "epochs": bool}
+    kinds |= {"baseline": str, "title": str, "config": str, "folder": str, "results": str}
     for key, kind in kinds.items():
         if not isinstance(getattr(study, key), kind):
             yield f"{key}={getattr(study, key)!r} must be a {kind.__name__}"
@@ -151,7 +158,7 @@ def _problems(study: Study):
     whole = all(isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 for seed in study.seeds)
     if not study.seeds or not whole or len(set(study.seeds)) < len(study.seeds):
         yield f"seeds={study.seeds} must be different whole numbers, at least one"
-    for name, given in study.runs.items():
+    for name, given in {**study.runs, "every": study.every}.items():
         if not re.fullmatch(NAME, str(name)):
             yield f"runs: {name!r} is no name for a folder: letters, digits, _ and ."
         if not isinstance(given, dict):
@@ -173,6 +180,22 @@ def config_hash(config: RunConfig) -> str:
         tree["data"].pop(place)
     text = json.dumps(tree, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def data_identity(config: RunConfig) -> dict[str, Any] | None:
+    """Of what was built for this run: counts and tokenizer of every source; None where a source says nothing of it.
+
+    A path is a name; this is what stands behind it, so that a study is not continued on other data.
+    """
+    prefixes = [*config.data.train, *(prefix for part in config.data.validation.values() for prefix in part)]
+    found: dict[str, Any] = {}
+    for prefix in prefixes:
+        manifest = read_manifest(prefix)
+        if manifest is None:
+            return None
+        found[prefix] = {name: manifest[name] for name in ("documents", "tokens")}
+        found[prefix]["tokenizer"] = manifest["tokenizer"]["sha256"][:16]
+    return found
 
 
 def shown_option(value: Any) -> str:

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from card_megatron.config.errors import CardError, ConfigError
 from card_megatron.evaluation.report import write_json
-from card_megatron.study.definition import Study, StudyRun, config_hash
-from card_megatron.study.record import collect, evaluation_path, note_origin, read_record
+from card_megatron.study.definition import Study, StudyRun, config_hash, data_identity
+from card_megatron.study.record import collect, evaluation_path, is_evaluated, note_origin, read_record
 from card_megatron.training.status import read_status
 
 LOOK_SECONDS = 1.0
@@ -44,9 +45,19 @@ def is_done(study: Study, run: StudyRun) -> bool:
             f"{path} is of another configuration ({record['config_hash']}) than {study.path} declares "
             f"({config_hash(run.load())}); move it away with its run, or declare the run as it was"
         )
-    return all(
-        record["evaluations"].get(name, {}).get("arguments") == words for name, words in study.evaluations().items()
-    )
+    there, declared = record.get("data"), data_identity(run.load())
+    if there is not None and declared is not None and there != declared:
+        raise ConfigError(
+            f"{path} was trained on other data ({there}) than stands there now ({declared}); a study compares runs of "
+            "the same data: build it again as it was, or move the records away"
+        )
+    return not missing_evaluations(study, record)
+
+
+def missing_evaluations(study: Study, record: dict[str, Any] | None) -> dict[str, list[str]]:
+    """Those that a record does not have, or has with other words."""
+    known = {} if record is None else record["evaluations"]
+    return {name: words for name, words in study.evaluations().items() if known.get(name, {}).get("arguments") != words}
 
 
 def is_trained(run: StudyRun) -> bool:
@@ -128,11 +139,13 @@ class Executor:
             self._call(item, ["train", *run.options()])
             if not is_trained(run):
                 raise _Stopped if self.stopping.is_set() else ConfigError(f"it is not complete; see {log_of(run)}")
-        for name, words in self.study.evaluations().items():
-            item.state = f"evaluating {name}"
-            output = evaluation_path(run, name)
-            self._call(item, ["eval", *evaluation_arguments(words, run, output)])
-        write_json(self.study.result_path(run), collect(self.study, run))
+        path = self.study.result_path(run)
+        for name, words in missing_evaluations(self.study, read_record(path) if path.is_file() else None).items():
+            output = evaluation_path(run, name, words)
+            if not is_evaluated(output, words):  # by a job of SLURM, or by an earlier start
+                item.state = f"evaluating {name}"
+                self._call(item, ["eval", *evaluation_arguments(words, run, output)])
+        write_json(path, collect(self.study, run))
 
     def _call(self, item: Progress, words: list[str]) -> None:
         """`card WORDS`, whose output goes to the run's log."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from card_megatron.config.errors import ConfigError
 from card_megatron.evaluation.compare import Comparison
 from card_megatron.evaluation.report import write_json
 from card_megatron.evaluation.runs import Run, read_run
-from card_megatron.study.definition import Study, StudyRun, config_hash
+from card_megatron.study.definition import Study, StudyRun, config_hash, data_identity
 from card_megatron.version import __version__
 
 KIND = "study_run"
@@ -30,8 +31,15 @@ WINDOW = 50
 DRAFTS = ("accept_length", "passes_per_token")
 
 
-def evaluation_path(run: StudyRun, name: str) -> Path:
-    return run.run_dir / "study" / f"{name}.json"
+def evaluation_path(run: StudyRun, name: str, words: Sequence[str]) -> Path:
+    """What an evaluation writes: a file, or of generated text a folder. Other words, another name: none is mistaken."""
+    digest = hashlib.sha256("\0".join(words).encode()).hexdigest()[:8]
+    return run.run_dir / "study" / (f"{name}-{digest}" + ("" if words[0] == "generation" else ".json"))
+
+
+def is_evaluated(path: Path, words: Sequence[str]) -> bool:
+    """Its output is there, whole: of perplexities it may be a part, with which the command goes on by itself."""
+    return words[0] != "perplexity" and (path / "generation.json" if words[0] == "generation" else path).is_file()
 
 
 def note_origin(run: StudyRun) -> None:
@@ -71,11 +79,12 @@ def collect(study: Study, run: StudyRun) -> dict[str, Any]:
     comparison = Comparison()
     comparison.add(f"{run.label}={run.run_dir}")
     evaluations: dict[str, Any] = {}
-    for name, words in study.evaluations().items():
-        path = evaluation_path(run, name)
-        comparison.add(f"{run.label}={path}")
-        evaluations[name] = {"arguments": words}
     earlier = read_record(study.result_path(run)) if study.result_path(run).is_file() else None
+    for name, words in study.evaluations().items():
+        path = evaluation_path(run, name, words)
+        if earlier is None or path.exists():  # else it is in the record, from another place
+            comparison.add(f"{run.label}={path}")
+        evaluations[name] = {"arguments": words}
     cells = {
         f"{name} · {more}" if (more := row.source[2]) else name: cell
         for row in comparison.rows
@@ -87,6 +96,7 @@ def collect(study: Study, run: StudyRun) -> dict[str, Any]:
         "run": run.name,
         "seed": run.seed,
         "config_hash": config_hash(run.load()),
+        "data": data_identity(run.load()),
         "objective": found.config.objective.name,
         "given": run.given,
         "steps": steps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,8 +17,14 @@ from card_megatron.study.definition import Study, shown_option
 from card_megatron.study.intervals import Interval, crossings, interval, paired
 from card_megatron.study.record import read_record
 
-ABOUT = """Means over seeds with 95% intervals (Student's t over seeds; the same held-out texts for all). A difference
-is paired by seed and counts where its interval leaves 0 out; else it reads *no difference seen*."""
+ABOUT = """Means over seeds with 95% intervals (Student's t over seeds; the same held-out texts for all). Perplexities are
+averaged and compared as their logarithms, nats per token: a mean is geometric, with its interval in brackets, and a
+difference is a ratio beside its nats. A difference is paired by seed and counts where its interval leaves 0 out; else
+it reads *no difference seen*."""
+
+STRATEGY = " · "
+"""Between a metric of generated text and the strategy that wrote it."""
+SPEED = "tok/s"
 
 
 @dataclass(frozen=True)
@@ -38,8 +45,7 @@ class Findings:
     def columns(self) -> dict[str, str]:
         if self.study.columns:
             return self.study.columns
-        names = [name for runs in self.records.values() for record in runs.values() for name in record["cells"]]
-        return {name: name for name in dict.fromkeys(names)}
+        return {name: name for name in dict.fromkeys(_cell_names(self)) if STRATEGY not in name}
 
 
 def read_findings(study: Study) -> Findings:
@@ -57,8 +63,9 @@ def read_findings(study: Study) -> Findings:
 def report(findings: Findings, pictures: Mapping[str, str]) -> str:
     """The whole page; `pictures` are names of curves -> their files, beside it."""
     study = findings.study
-    parts = [f"## {study.title}", ABOUT, means_table(findings), differences_table(findings)]
-    parts += [line for line in (crossings_text(findings),) if line]
+    parts = [f"## {study.title}", ABOUT, means_table(findings)]
+    parts += [differences_table(findings)] if len(study.runs) > 1 else []
+    parts += [part for part in (strategies_table(findings), crossings_text(findings)) if part]
     parts += [f"![{name}]({path})" for name, path in pictures.items()]
     parts += [origins(findings)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
@@ -97,13 +104,23 @@ def visible(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from ((key, value) for key, value in given.items() if not key.startswith(("eval.", "logging.")))
 
 
+def is_perplexity(metric: str) -> bool:
+    return metric.endswith((" ppl", " perplexity"))
+
+
 def mean_cell(findings: Findings, run: str, metric: str) -> str:
     values = findings.values(run, metric)
     if not values:
         return NOTHING
-    known = interval([*values.values()])
     bound = findings.bound(run, metric)
-    text = shown(known.mean, known.half)
+    if is_perplexity(metric):
+        known = interval([math.log(value) for value in values.values()])
+        text = shown(math.exp(known.mean))
+        if known.half is not None:
+            text += f" [{shown(math.exp(known.mean - known.half))}, {shown(math.exp(known.mean + known.half))}]"
+    else:
+        known = interval([*values.values()])
+        text = shown(known.mean, known.half)
     return f"{'≤ ' if bound and arrow(metric) == '↓' else ''}{text}{f' ({bound})' if bound else ''}"
 
 
@@ -120,15 +137,53 @@ def differences_table(findings: Findings) -> str:
 
 
 def difference_cell(findings: Findings, run: str, baseline: str, metric: str) -> str:
-    found = paired(findings.values(run, metric), findings.values(baseline, metric))
-    return NOTHING if found is None else verdict(found)
+    ours, theirs = findings.values(run, metric), findings.values(baseline, metric)
+    if is_perplexity(metric):
+        ours, theirs = ({seed: math.log(value) for seed, value in part.items()} for part in (ours, theirs))
+    found = paired(ours, theirs)
+    return NOTHING if found is None else verdict(found, ratio=is_perplexity(metric))
 
 
-def verdict(difference: Interval) -> str:
+def verdict(difference: Interval, *, ratio: bool = False) -> str:
     text = f"{'+' if difference.mean > 0 else ''}{shown(difference.mean, difference.half)}"
+    if ratio:
+        text = f"x {math.exp(difference.mean):.3f} ({text} nats)"
     if difference.apart_from_zero is None:
-        return f"{text} (one seed)"
-    return text if difference.apart_from_zero else f"no difference seen ({text})"
+        return f"{text}, one seed"
+    return text if difference.apart_from_zero else f"no difference seen: {text}"
+
+
+def strategies_table(findings: Findings) -> str:
+    """Of generated text: a row a run and decoding strategy, speeds relative to the first strategy of its seed."""
+    rows, names = [], {}
+    for run, records in findings.records.items():
+        cells = [name.partition(STRATEGY) for record in records.values() for name in record["cells"]]
+        names[run] = {strategy: None for _, mark, strategy in cells if mark}
+    metrics = list(dict.fromkeys(n.partition(STRATEGY)[0] for n in _cell_names(findings) if STRATEGY in n))
+    if not metrics:
+        return ""
+    for run, strategies in names.items():
+        for strategy in strategies:
+            speeds = findings.values(run, f"{SPEED}{STRATEGY}{strategy}")
+            first = findings.values(run, f"{SPEED}{STRATEGY}{next(iter(strategies))}")
+            ratios = [speeds[seed] / first[seed] for seed in speeds if first.get(seed)]
+            relative = interval(ratios) if ratios else None
+            rows.append(
+                [
+                    *(run, strategy, NOTHING if relative is None else f"{shown(relative.mean, relative.half)} x"),
+                    *(
+                        mean_cell(findings, run, f"{metric}{STRATEGY}{strategy}")
+                        for metric in metrics
+                        if metric != SPEED
+                    ),
+                ]
+            )
+    header = ["run", "strategy", "speed", *(f"{name} {arrow(name)}".strip() for name in metrics if name != SPEED)]
+    return markdown_table(header, rows, left=2)
+
+
+def _cell_names(findings: Findings) -> list[str]:
+    return [name for runs in findings.records.values() for record in runs.values() for name in record["cells"]]
 
 
 def origins(findings: Findings) -> str:
@@ -176,11 +231,8 @@ def draw(findings: Findings, folder: Path) -> dict[str, str]:
         with picture(path, f"{findings.study.title}: {name}", across, name) as axes:
             scale(axes, metrics[0])
             for run, curve in known.items():
-                bound = (
-                    " (bound)"
-                    if any("bound" in m and m in first_record(findings, run)["curves"] for m in metrics)
-                    else ""
-                )
+                drawn_metric = next(metric for metric in metrics if metric in first_record(findings, run)["curves"])
+                bound = " (bound)" if "bound" in drawn_metric else ""
                 (line,) = axes.plot(*zip(*curve, strict=True), ".-", label=f"{run}{bound}")
                 if len(findings.records[run]) > 1:
                     for record in findings.records[run].values():

@@ -84,7 +84,9 @@ def test_the_command_gives_a_checkpoint_s_numbers_to_the_comparison(corpus, tmp_
     output = tmp_path / "denoising.json"
     (tmp_path / "docs.txt").write_text("The value of the name is a string, not a list of names. " * 8)
     data = f"docs={tmp_path / 'docs.txt'}"
-    main(["eval", "denoising", str(run), str(exported), "--data", data, "--depth=4", "--window=24", f"--output={output}"])
+    main(
+        ["eval", "denoising", str(run), str(exported), "--data", data, "--depth=4", "--window=24", f"--output={output}"]
+    )
     assert "nll behind 1 mask |" in capsys.readouterr().out
     results = json.loads(output.read_text())["results"]
     assert results[0]["nll"] == pytest.approx(results[1]["nll"], abs=1e-4)

@@ -1,0 +1,391 @@
+"""Studies: what a file may declare, what is kept of runs, what a report says of them; and a small one, really run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from card_megatron.cli import main as card
+from card_megatron.config.errors import ConfigError
+from card_megatron.study import execute
+from card_megatron.study.definition import config_hash, read_study
+from card_megatron.study.execute import is_done
+from card_megatron.study.intervals import crossings, interval, paired
+from card_megatron.study.record import evaluation_path, gradient_cells, is_evaluated, thinned
+from card_megatron.study.report import draw, read_findings, report
+from tests.curves import BASE
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "study"
+TEXT = "The value of the name is a string, not a list of names. " * 20
+
+
+def write_study(folder: Path, **changes: Any) -> Path:
+    """A study whose base is no more than a preset."""
+    (folder / "base.yaml").write_text("preset: tiny\ntrain: {train_iters: 2}\ndata: {train: [a], tokenizer: bytes}\n")
+    tree = {
+        "title": "A small study",
+        "config": "base.yaml",
+        "runs": {"arm": {"objective.name": "arm"}, "card": {"objective.name": "card"}},
+        **changes,
+    }
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump({name: value for name, value in tree.items() if value is not None}))
+    return path
+
+
+# ---------------------------------------------------------------- what a file declares
+
+
+def test_the_grid_is_whole_seed_by_seed(tmp_path):
+    study = read_study(write_study(tmp_path, every={"objective.name": "card", "optimizer.lr": 0.01}, seeds=[3, 1]))
+    assert [run.label for run in study.grid()] == ["arm-s3", "card-s3", "arm-s1", "card-s1"]
+    assert [run.label for run in study.grid(["card-s1", "arm"])] == ["arm-s3", "arm-s1", "card-s1"]
+    arm = study.grid(["arm-s1"])[0].load()
+    assert (arm.objective.name, arm.optimizer.lr, arm.seed) == ("arm", 0.01, 1)
+    assert study.compared_with == "arm"
+    with pytest.raises(ConfigError, match="--only crad is no run"):
+        study.grid(["crad"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"runz": {}}, "unknown key runz; did you mean runs"),
+        ({"title": None}, "has no title"),
+        ({"runs": ["arm"]}, "runs must be a mapping"),
+        ({"config": "elsewhere.yaml"}, "config=elsewhere.yaml is not beside it"),
+        ({"seeds": [1, 1]}, "must be different whole numbers"),
+        ({"seeds": [True]}, "must be different whole numbers"),
+        ({"every": [1]}, "every=.* must be a dict"),
+        ({"runs": {"a b": {}}}, "'a b' is no name for a folder"),
+        ({"runs": {"a": {"seed": 3}}}, "a gives seed, which the study decides"),
+        ({"every": {"run_dir": "x"}}, "every gives run_dir, which the study decides"),
+        ({"runs": {"a": 3}}, r"a must be \{section.key: value\}; it is 3"),
+        ({"baseline": "b"}, "baseline=b is no run"),
+        ({"evaluate": {"x": "compare a b"}}, "must begin with perplexity, denoising, generation or --tasks"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        read_study(write_study(tmp_path, **changes))
+
+
+def test_a_wrong_key_of_a_run_is_named_with_the_run(tmp_path):
+    study = read_study(write_study(tmp_path, runs={"card": {"objective.tail_facto": 2}}))
+    with pytest.raises(ConfigError, match=r"run card: .*tail_facto.*did you mean objective.tail_factor"):
+        study.grid()[0].load()
+
+
+def test_the_hash_is_of_what_a_run_learns_from(tmp_path):
+    def hashed(**given):
+        return config_hash(read_study(write_study(tmp_path, runs={"card": given}, seeds=[1])).grid()[0].load())
+
+    same = hashed()
+    assert hashed(**{"logging.interval": 3, "checkpoint.interval": 7, "data.num_workers": 0}) == same
+    assert hashed(**{"objective.tail_factor": 2.0}) != same
+    assert hashed(**{"train.train_iters": 3}) != same
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_studies_of_the_repository_are_those_that_their_records_are_of(path):
+    if path.stem == "base":
+        return
+    study = read_study(path)
+    known = [run for run in study.grid() if study.result_path(run).is_file()]
+    for run in known:
+        record = json.loads(study.result_path(run).read_text())
+        assert (record["run"], record["seed"], record["config_hash"]) == (run.name, run.seed, config_hash(run.load()))
+    assert known and report(read_findings(study), {}).startswith(f"## {study.title}\n")
+
+
+# ---------------------------------------------------------------- intervals
+
+
+def test_intervals_are_student_s():
+    assert interval([2.0]).half is None and interval([2.0]).apart_from_zero is None
+    two = interval([1.0, 3.0])
+    assert (two.mean, two.half) == pytest.approx((2.0, 12.706))  # t(1) x sqrt(2) / sqrt(2)
+    five = interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert five.half == pytest.approx(2.776 * math.sqrt(2.5 / 5)) and five.apart_from_zero
+    assert interval([float(n % 2) for n in range(40)]).half == pytest.approx(1.960 * 0.50637 / math.sqrt(40), rel=1e-4)
+
+
+def test_differences_are_paired_by_seed():
+    found = paired({1: 3.0, 2: 14.0, 3: 9.0}, {1: 2.0, 2: 13.0, 4: 0.0})
+    assert found is not None and (found.mean, found.half, found.count) == (1.0, 0.0, 2)
+    assert paired({1: 3.0}, {2: 2.0}) is None
+
+
+def test_crossings_are_where_a_curve_falls_below_the_other():
+    ours, theirs = [(0, 3.0), (1, 2.0), (2, 1.0), (3, 2.0), (4, 0.0)], [(n, 1.5) for n in range(5)]
+    assert crossings(ours, theirs) == pytest.approx([1.5, 3.25])
+    assert crossings(theirs, theirs) == []
+
+
+# ---------------------------------------------------------------- records and report
+
+
+def record_of(run: str, seed: int, cells: dict[str, Any], curve: list[float] = (), **more: Any) -> dict[str, Any]:
+    curves = {
+        "validation/v/clean_nll": {"tokens": [*range(len(curve))], "epochs": [*range(len(curve))], "values": [*curve]}
+    }
+    return {
+        **{"kind": "study_run", "run": run, "seed": seed, "config_hash": "h", "objective": run, "tokens": 100},
+        **{"hours": 0.5, "commit": "abc", "machine": "m", "evaluations": {}, "curves": curves if curve else {}},
+        "cells": {name: value if isinstance(value, dict) else {"value": value} for name, value in cells.items()},
+        **more,
+    }
+
+
+def study_with(folder: Path, records: list[dict[str, Any]], **changes: Any):
+    study = read_study(write_study(folder, **changes))
+    (folder / "results").mkdir(exist_ok=True)
+    for record in records:
+        (folder / "results" / f"{record['run']}-s{record['seed']}.json").write_text(json.dumps(record))
+    return study
+
+
+def test_a_report_says_what_separates_and_what_does_not(tmp_path):
+    bound = {"value": 90.0, "bound": "ELBO, 4 samples"}
+    study = study_with(
+        tmp_path,
+        [
+            record_of("arm", 1, {"x ppl": 10.0, "nll": 2.0}),
+            record_of("arm", 2, {"x ppl": 40.0, "nll": 3.0}),
+            record_of("card", 1, {"x ppl": 20.0, "nll": 2.5}),
+            record_of("card", 2, {"x ppl": 80.0, "nll": 2.9}),
+            record_of("mdlm", 1, {"x ppl": bound}),
+        ],
+        runs={"arm": {}, "card": {"objective.name": "card", "eval.samples": 3}, "mdlm": {}, "later": {}},
+    )
+    page = report(read_findings(study), {})
+    assert "20.00 [" in page, "a mean of perplexities is geometric"
+    assert "x 2.000 (+0.6931 ± 0.0000 nats)" in page, "twice as much with both seeds"
+    assert "no difference seen: +0.2000 ± 3.8118" in page
+    assert "≤ 90.00 (ELBO, 4 samples)" in page and "one seed" in page
+    assert "| name=card |" in page, "how a run is validated does not tell it apart"
+    assert "| later | " in page and "not run yet" in page
+    assert "| card-s2 | h           | abc    | m       |    100 |" in page
+
+
+def test_decoding_strategies_stand_in_a_table_of_their_own(tmp_path):
+    cells = {"tok/s · ar": 100.0, "tok/pass · ar": 1.0, "tok/s · verify:K=2": 150.0, "tok/pass · verify:K=2": 1.7}
+    study = study_with(tmp_path, [record_of("card", 1, cells)], runs={"card": {}}, seeds=[1], columns={})
+    page = report(read_findings(study), {})
+    (row,) = [line for line in page.splitlines() if "verify:K=2" in line]
+    assert [cell.strip() for cell in row.split("|")[1:-1]] == ["card", "verify:K=2", "1.500 x", "1.700"]
+    assert "tok/pass · ar" not in page, "strategies are no columns of the runs"
+
+
+def test_curves_cross_the_baseline_and_are_drawn(tmp_path):
+    study = study_with(
+        tmp_path,
+        [record_of("arm", 1, {}, [3.0, 2.0, 2.5]), record_of("card", 1, {}, [4.0, 2.2, 2.1])],
+        seeds=[1],
+        epochs=True,
+        curves={"validation nll": ["validation/v/clean_nll"]},
+    )
+    findings = read_findings(study)
+    page = report(findings, draw(findings, tmp_path))
+    row = next(line for line in page.splitlines() if line.startswith("| validation nll | card"))
+    assert [cell.strip() for cell in row.split("|")[3:-1]] == ["2.100", "2.0", "2.100", "2.0", "1.3"]
+    assert (tmp_path / "study_validation_nll.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_record_is_no_report(tmp_path):
+    with pytest.raises(ConfigError, match="has no record of .*; run the study first"):
+        read_findings(read_study(write_study(tmp_path)))
+
+
+def test_a_report_goes_into_a_page_between_its_marks(tmp_path, capsys):
+    study = study_with(tmp_path, [record_of("arm", 1, {"x ppl": 10.0})])
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- card study report study -->\nold\n<!-- end of study -->\nafter\n")
+    card(["study", "report", str(study.path), "--into", str(page)])
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n")
+    assert "## A small study" in text and "\nold\n" not in text
+    page.write_text("no marks")
+    with pytest.raises(SystemExit, match="needs one line"):
+        card(["study", "report", str(study.path), "--into", str(page)])
+    assert page.read_text() == "no marks"
+
+
+def test_records_of_something_else_are_refused(tmp_path):
+    study = study_with(tmp_path, [record_of("arm", 1, {})])
+    run = study.grid(["arm-s1"])[0]
+    with pytest.raises(ConfigError, match="is of another configuration .h. than"):
+        is_done(study, run)
+    path = study.result_path(run)
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="is no record of a study's run"):
+        is_done(study, run)
+
+
+def test_a_study_is_not_continued_on_other_data(tmp_path, monkeypatch):
+    study = study_with(tmp_path, [])
+    run = study.grid(["arm-s1"])[0]
+    data = {"a": {"documents": 1, "tokens": 2, "tokenizer": "t"}}
+    done = record_of("arm", 1, {}, config_hash=config_hash(run.load()), data=data)
+    study.result_path(run).write_text(json.dumps(done))
+    assert is_done(study, run), "data that is not there says nothing"
+    monkeypatch.setattr(execute, "data_identity", lambda config: data)
+    assert is_done(study, run)
+    monkeypatch.setattr(execute, "data_identity", lambda config: {"a": data["a"] | {"tokens": 3}})
+    with pytest.raises(ConfigError, match="was trained on other data"):
+        is_done(study, run)
+
+
+def test_an_evaluation_of_other_words_is_another_file(tmp_path):
+    run = read_study(write_study(tmp_path)).grid()[0]
+    words = ["denoising", "--data", "a=b"]
+    path = evaluation_path(run, "d", words)
+    assert path != evaluation_path(run, "d", [*words, "--depth=2"])
+    there = tmp_path / path.name
+    assert not is_evaluated(there, words)
+    there.write_text("{}")
+    assert is_evaluated(there, words) and not is_evaluated(there, ["perplexity"]), "which may be a part"
+    folder = tmp_path / "generation"
+    folder.mkdir()
+    assert not is_evaluated(folder, ["generation"])
+    (folder / "generation.json").write_text("{}")
+    assert is_evaluated(folder, ["generation"])
+
+
+def test_gradient_norms_are_compared_within_windows():
+    class Steps:
+        last_step = 1000
+        series = {"grad_norm": {step: (1.0 + step / 1000) * (1 + 0.1 * (-1) ** step) for step in range(1, 1001)}}
+
+    cells = gradient_cells(Steps)  # type: ignore[arg-type]
+    assert cells["grad norm variation"]["value"] == pytest.approx(0.1, rel=0.03), "the trend does not count"
+    Steps.series = {"grad_norm": {step: 1.0 for step in range(10, 1001, 10)}}
+    assert gradient_cells(Steps) == {}, "records of every tenth step say nothing of single steps"  # type: ignore[arg-type]
+
+
+def test_training_curves_are_means_over_stretches():
+    steps, values = thinned([*range(1, 251)], [float(step) for step in range(1, 251)])
+    assert steps[:2] == [3, 6] and steps[-1] == 250 and values[:2] == [2.0, 5.0] and len(steps) <= 100
+
+
+# ---------------------------------------------------------------- really run
+
+
+@pytest.fixture(scope="module")
+def small(corpus, tmp_path_factory) -> Path:
+    """A folder with a study of two runs that take seconds."""
+    folder = tmp_path_factory.mktemp("study")
+    fields: dict[str, Any] = {}
+    for option in BASE:
+        key, _, value = option.removeprefix("--").partition("=")
+        *sections, name = key.split(".")
+        place = fields
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = yaml.safe_load(value)
+    fields["data"] = fields.get("data", {}) | {
+        "train": [f"{corpus}/first"],
+        "validation": {"second": [f"{corpus}/second"]},
+        "tokenizer": f"{corpus}/tokenizer.model",
+    }
+    fields["train"] = fields.get("train", {}) | {"train_iters": 4}
+    (folder / "base.yaml").write_text(yaml.safe_dump(fields))
+    (folder / "text.txt").write_text(TEXT)
+    study = {
+        "title": "Two paradigms",
+        "config": "base.yaml",
+        "seeds": [1],
+        "runs": {"arm": {"objective.name": "arm"}, "card": {"objective.name": "card"}},
+        "evaluate": {
+            "perplexity": "perplexity --data text=text.txt --window 16",
+            "denoising": "denoising --data text=text.txt --window 16 --depth 4",
+        },
+        "curves": {"nll": ["validation/second/clean_nll"]},
+    }
+    (folder / "study.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
+    return folder
+
+
+def card_study(folder: Path, *words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "card_megatron", "study", *words],
+        **dict(cwd=folder, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}),
+    )
+
+
+@pytest.mark.timeout(600)
+def test_a_study_is_stopped_goes_on_and_is_reported(small):
+    """Ctrl-C while it trains; the same command finishes; once more does nothing; a lost record comes back the same."""
+    dry = card_study(small, "run", "study.yaml", "--dry-run")
+    assert dry.returncode == 0 and "card-s1" in dry.stdout and "objective.name=card" in dry.stdout, dry.stderr
+    command = [sys.executable, "-m", "card_megatron", "study", "run", "study.yaml", "--jobs=2", "--threads=1"]
+    first = subprocess.Popen(command, cwd=small, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 120
+    while not (small / "runs" / "study" / "card-s1" / "study.log").exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    first.send_signal(signal.SIGINT)
+    out, err = first.communicate(timeout=120)
+    assert first.returncode == 0 and "not complete: the same command goes on" in out, (out, err)
+    assert "stopping (SIGINT)" in err and not list((small / "results").glob("*.json"))
+
+    done = card_study(small, "run", "study.yaml", "--jobs=2", "--threads=1")
+    assert done.returncode == 0 and "study.yaml: complete" in done.stdout, (done.stdout, done.stderr)
+    record = json.loads((small / "results" / "card-s1.json").read_text())
+    assert record["steps"] == 4 and record["data"] is not None and record["objective"] == "card"
+    assert str(small) not in json.dumps({name: record[name] for name in record if name not in ("data", "given")})
+    assert {"text token ppl", "text nll behind 3 masks", "second nll"} <= set(record["cells"])
+    assert record["cells"]["text nll behind 0 masks"]["value"] > 0
+
+    again = card_study(small, "run", "study.yaml")
+    assert again.returncode == 0 and "training" not in again.stdout, again.stdout
+    (small / "results" / "card-s1.json").rename(small / "kept.json")
+    assert card_study(small, "run", "study.yaml").returncode == 0
+    assert json.loads((small / "results" / "card-s1.json").read_text()) == record
+
+    page = card_study(small, "report", "study.yaml")
+    assert "## Two paradigms" in page.stdout and (small / "reports" / "study_nll.png").is_file(), page.stderr
+    status = card_study(small, "status", "study.yaml")
+    assert "2 of 2 runs are done" in status.stdout, status.stderr
+
+
+def copied(small: Path, folder: Path, **changes: Any) -> Path:
+    """The small study elsewhere, with changes."""
+    for name in ("base.yaml", "text.txt"):
+        (folder / name).write_text((small / name).read_text())
+    tree = yaml.safe_load((small / "study.yaml").read_text()) | changes
+    (folder / "study.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+    return folder
+
+
+@pytest.mark.timeout(300)
+def test_one_run_that_fails_does_not_take_the_others_with_it(small, tmp_path):
+    folder = copied(small, tmp_path, evaluate={})
+    (folder / "runs" / "study").mkdir(parents=True)
+    (folder / "runs" / "study" / "arm-s1").write_text("a file where a folder should be")
+    done = card_study(folder, "run", "study.yaml", "--threads=1")
+    assert done.returncode == 1 and "arm-s1 failed: " in done.stderr, (done.stdout, done.stderr)
+    assert [path.name for path in (folder / "results").iterdir()] == ["card-s1.json"]
+
+
+def test_jobs_of_a_study_are_those_of_card_launch(small, tmp_path):
+    """Nothing is submitted by a dry run; every job is a command that can be read."""
+    copied(small, tmp_path)
+    shown = card_study(tmp_path, "run", "study.yaml", "--dry-run", "--slurm", "--nodes=1", "--gpus-per-node=0")
+    lines = shown.stdout.splitlines()
+    assert len(lines) == 6 and not (tmp_path / "runs").exists(), (shown.stdout, shown.stderr)
+    assert lines[0].startswith(
+        "card launch train --job-name=study-arm-s1 --nodes=1 --gpus-per-node=0 --config=base.yaml"
+    )
+    assert lines[5].startswith("card launch eval --job-name=study-card-s1-denoising ")
+    refused = card_study(tmp_path, "run", "study.yaml", "--slurm", "--nodes=1", "--job-name=x")
+    assert refused.returncode and "a study names its own jobs" in refused.stderr
