@@ -17,9 +17,10 @@ from card_megatron.commands.eval_options import (
 )
 from card_megatron.config.errors import ConfigError
 
-DESCRIPTION = """How well causal models (card, arm) predict through [MASK]: the nll of the true token behind a clean context
-and 0, 1, 2, ... masks, which is what decoding feeds when it drafts a block. Nothing is generated. Depth 0 is the exact
-likelihood of the next token. A set is NAME=PATH, as in `card eval perplexity`; standard errors are over windows."""
+DESCRIPTION = """How well causal models (card, arm) predict through [MASK]: the nll of the true token behind a clean
+context and 0, 1, 2, ... masks, which is what decoding feeds when it drafts a block. Nothing is generated. Depth 0 is
+the exact likelihood of the next token. A set is NAME=PATH, as in `card eval perplexity`; standard errors are
+over windows."""
 
 
 def run(arguments: Sequence[str]) -> None:

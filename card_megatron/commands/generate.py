@@ -26,6 +26,12 @@ def run(arguments: Sequence[str]) -> None:
     generation = how(options)
     if options.output is not None:
         refuse_unwritable(options.output)
+    if options.picture is not None:
+        if options.picture.suffix != ".svg":
+            raise ConfigError(f"--picture={options.picture} does not end in .svg, which is what is drawn")
+        if options.output is not None:
+            raise ConfigError("--picture draws the texts that are shown; --output shows none: leave one of them out")
+        options.show = True
     if options.stream and (len(prompts) > 1 or options.show or options.output):
         raise ConfigError("--stream shows one text as it grows; give one prompt, without --show and --output")
     from card_megatron.decoding.model import open_model
@@ -48,7 +54,7 @@ def run(arguments: Sequence[str]) -> None:
         elif options.output is not None:
             write_lines(options.output, texts)
         else:
-            show(texts, model.tokenizer, coloured=options.show)
+            show(texts, model.tokenizer, coloured=options.show, picture=options.picture)
         if options.stats:
             print_stats(texts, stats)
 
@@ -111,6 +117,7 @@ def parser() -> argparse.ArgumentParser:
     shown = made.add_argument_group("what is shown")
     shown.add_argument("--stream", action="store_true", help="show the text as it grows")
     shown.add_argument("--show", action="store_true", help="colour tokens by the pass that filled them")
+    shown.add_argument("--picture", type=Path, metavar="FILE.svg", help="as --show, and also drawn into this file")
     shown.add_argument("--stats", action="store_true", help="tokens per pass, accept lengths, tokens/s")
     return made
 
@@ -196,11 +203,11 @@ def write_lines(path: Path, texts: list[Continuation]) -> None:
     print(f"{path}: {len(texts)} texts")
 
 
-def show(texts: list[Continuation], tokenizer: Any, *, coloured: bool) -> None:
+def show(texts: list[Continuation], tokenizer: Any, *, coloured: bool, picture: Path | None = None) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=picture is None, record=picture is not None)
     for number, made in enumerate(texts):
         line = Text(made.prompt, style="bold" if sys.stdout.isatty() or coloured else "")
         line.append_text(by_pass(made, tokenizer) if coloured else Text(made.text, style="not bold"))
@@ -212,6 +219,13 @@ def show(texts: list[Continuation], tokenizer: Any, *, coloured: bool) -> None:
             Text(" ").join(Text(f" {n + 1} ", f"black on {c}") for n, c in enumerate(PALETTE))
         )
         console.print(legend.append(" 7 as 1, and so on; tokens of one colour in a row came from one pass"))
+    if picture is not None:
+        from card_megatron.evaluation.report import write_text
+
+        drawn = console.export_svg(title="tokens by the pass that filled them")
+        # without its fonts, which a reader's browser would fetch from elsewhere
+        write_text(picture, re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL))
+        print(f"picture: {picture}")
 
 
 def by_pass(made: Continuation, tokenizer: Any) -> Any:

@@ -17,11 +17,10 @@ from card_megatron.study.definition import Study, shown_option
 from card_megatron.study.intervals import Interval, crossings, interval, paired
 from card_megatron.study.record import read_record
 
-ABOUT = """Means over seeds with 95% intervals (Student's t over seeds; the same held-out texts for all). Perplexities are
-averaged and compared as their logarithms, nats per token: a mean is geometric, with its interval in brackets, and a
-difference is a ratio beside its nats. A difference is paired by seed and counts where its interval leaves 0 out; else
-it reads *no difference seen*."""
-
+ABOUT = """Means over seeds with 95% intervals (Student's t over seeds; the same held-out texts for all). Perplexities
+are averaged and compared as their logarithms, nats per token: a mean is geometric, with its interval in brackets, and
+a difference is a ratio beside its nats. A difference is paired by seed and counts where its interval leaves 0 out;
+else it reads *no difference seen*."""
 STRATEGY = " · "
 """Between a metric of generated text and the strategy that wrote it."""
 SPEED = "tok/s"

@@ -1,4 +1,4 @@
-"""The nll of text behind masks: that of transformers' forward over the very inputs, and of a checkpoint by the command."""
+"""The nll of text behind masks: that of transformers' forward over the very inputs; and the command."""
 
 from __future__ import annotations
 

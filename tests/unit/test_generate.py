@@ -84,6 +84,20 @@ def test_what_is_shown(run, capsys):
         assert word in shown
 
 
+def test_what_is_shown_is_drawn(run, capsys, tmp_path):
+    picture = tmp_path / "new" / "text.svg"
+    card_generate(run, "def main", "--max-new-tokens=12", "--picture", picture)
+    assert "passes:" in capsys.readouterr().out
+    drawn = picture.read_text()
+    assert drawn.startswith("<svg") and "def&#160;main" in drawn and "url(" not in drawn.replace("url(#", "")
+    for options, fault in (
+        (["--picture=a.png"], "does not end in .svg"),
+        (["--picture=a.svg", "--output=o"], "shows none"),
+    ):
+        with pytest.raises(SystemExit, match=fault):
+            card_generate(run, "def main", *options)
+
+
 def test_a_stream_is_the_text(run, capsys, tmp_path):
     options = ["--max-new-tokens=24", "--temperature=1.5", "--seed=3"]
     card_generate(run, "def main", *options, "--stream")
