@@ -55,7 +55,7 @@ def run(arguments: Sequence[str]) -> None:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="card eval denoising", description=DESCRIPTION)
     made.add_argument("models", nargs="+", metavar="MODEL", help="run directory, checkpoint or exported folder")
-    made.add_argument("--data", nargs="+", required=True, metavar="NAME=PATH", help="sets to score")
+    made.add_argument("--data", nargs="+", action="extend", required=True, metavar="NAME=PATH", help="sets to score")
     made.add_argument("--depth", type=at_least(1), default=8, help="hidden tokens behind a context (default: 8)")
     made.add_argument("--samples", type=at_least(1), default=1000, help="windows of each set (default: 1000)")
     made.add_argument("--window", type=at_least(2), help="context and hidden tokens (default: all positions)")

@@ -69,7 +69,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--prompts", type=Path, required=True, metavar="FILE.jsonl", help='a {"context": ...} or {"text": ...} a line'
     )
-    made.add_argument("--scorer", type=Path, nargs="+", default=[], metavar="HF_FOLDER", help="models that judge")
+    made.add_argument(
+        "--scorer", type=Path, nargs="+", action="extend", default=[], metavar="HF_FOLDER", help="models that judge"
+    )
     made.add_argument(
         "--strategies",
         nargs="+",

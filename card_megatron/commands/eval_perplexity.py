@@ -37,7 +37,7 @@ pubmed/test.jsonl, lambada/lambada_test.jsonl; those that are missing are named"
 def run(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="card eval perplexity", description=DESCRIPTION)
     parser.add_argument("models", nargs="+", metavar="MODEL", help="run directory, checkpoint or exported folder")
-    parser.add_argument("--data", nargs="+", default=[], metavar="NAME=PATH", help="sets to score")
+    parser.add_argument("--data", nargs="+", action="extend", default=[], metavar="NAME=PATH", help="sets to score")
     parser.add_argument("--preset", choices=["paper"], help=PRESET)
     parser.add_argument("--data-dir", type=Path, help="folder of a --preset")
     parser.add_argument("--window", type=at_least(1), help="inputs of a pass (default: all positions of the model)")

@@ -57,7 +57,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--num-fewshot", type=at_least(0), help="examples of every task (default: each task's own)")
     made.add_argument("--limit", type=at_least(1), help="documents of each task and set (default: all)")
     made.add_argument(
-        "--perplexity", nargs="+", default=[], metavar="NAME=PATH", help="as `card eval perplexity --data`"
+        "--perplexity",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=PATH",
+        help="as `card eval perplexity --data`",
     )
     made.add_argument("--window", type=at_least(1), help="as `card eval perplexity --window`")
     made.add_argument("--stride", type=at_least(1), help="as `card eval perplexity --stride`")

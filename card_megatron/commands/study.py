@@ -74,7 +74,9 @@ def parser() -> argparse.ArgumentParser:
     for part in (go, status, made_report):
         part.add_argument("study", type=Path, metavar="STUDY.yaml")
     for part in (go, status):
-        part.add_argument("--only", nargs="+", default=[], metavar="RUN", help="names, or NAME-sSEED (default: all)")
+        part.add_argument(
+            "--only", nargs="+", action="extend", default=[], metavar="RUN", help="names, or NAME-sSEED (default: all)"
+        )
     return made
 
 
