@@ -79,6 +79,8 @@ class Study:
     """Heading -> metric, as `card eval compare` names it; empty shows every metric."""
     curves: dict[str, list[str]] = field(default_factory=dict)
     """Name of a picture -> metrics of metrics.jsonl that are drawn as one, a run's first that it has."""
+    pooled: bool = False
+    """Differences share one spread, that of all runs: for runs that are variants of one another."""
     epochs: bool = False
     """Curves go by epochs, not by tokens; and the report says where they cross the baseline's."""
 
@@ -147,7 +149,15 @@ def _mapping(path: Path, tree: dict[str, Any], key: str) -> dict[Any, Any]:
 
 
 def _problems(study: Study):
-    kinds = {"seeds": list, "every": dict, "evaluate": dict, "columns": dict, "curves": dict, "epochs": bool}
+    kinds = {
+        "seeds": list,
+        "every": dict,
+        "evaluate": dict,
+        "columns": dict,
+        "curves": dict,
+        "epochs": bool,
+        "pooled": bool,
+    }
     kinds |= {"baseline": str, "title": str, "config": str, "folder": str, "results": str}
     for key, kind in kinds.items():
         if not isinstance(getattr(study, key), kind):

@@ -17,7 +17,14 @@ from typing import Any
 from card_megatron.config.errors import CardError, ConfigError
 from card_megatron.evaluation.report import write_json
 from card_megatron.study.definition import Study, StudyRun, config_hash, data_identity
-from card_megatron.study.record import collect, evaluation_path, is_evaluated, note_origin, read_record
+from card_megatron.study.record import (
+    collect,
+    earlier_record,
+    evaluation_path,
+    is_evaluated,
+    note_origin,
+    read_record,
+)
 from card_megatron.training.status import read_status
 
 LOOK_SECONDS = 1.0
@@ -139,13 +146,12 @@ class Executor:
             self._call(item, ["train", *run.options()])
             if not is_trained(run):
                 raise _Stopped if self.stopping.is_set() else ConfigError(f"it is not complete; see {log_of(run)}")
-        path = self.study.result_path(run)
-        for name, words in missing_evaluations(self.study, read_record(path) if path.is_file() else None).items():
+        for name, words in missing_evaluations(self.study, earlier_record(self.study, run)).items():
             output = evaluation_path(run, name, words)
             if not is_evaluated(output, words):  # by a job of SLURM, or by an earlier start
                 item.state = f"evaluating {name}"
                 self._call(item, ["eval", *evaluation_arguments(words, run, output)])
-        write_json(path, collect(self.study, run))
+        write_json(self.study.result_path(run), collect(self.study, run))
 
     def _call(self, item: Progress, words: list[str]) -> None:
         """`card WORDS`, whose output goes to the run's log."""

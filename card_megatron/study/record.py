@@ -79,7 +79,7 @@ def collect(study: Study, run: StudyRun) -> dict[str, Any]:
     comparison = Comparison()
     comparison.add(f"{run.label}={run.run_dir}")
     evaluations: dict[str, Any] = {}
-    earlier = read_record(study.result_path(run)) if study.result_path(run).is_file() else None
+    earlier = earlier_record(study, run)
     for name, words in study.evaluations().items():
         path = evaluation_path(run, name, words)
         if earlier is None or path.exists():  # else it is in the record, from another place
@@ -114,6 +114,15 @@ def collect(study: Study, run: StudyRun) -> dict[str, Any]:
         },
         "curves": curves(found),
     }
+
+
+def earlier_record(study: Study, run: StudyRun) -> dict[str, Any] | None:
+    """The record of this very training, so that evaluations of one training never stand beside those of another."""
+    path = study.result_path(run)
+    if not path.is_file():
+        return None
+    record = read_record(path)
+    return record if record["curves"] == curves(read_run(run.run_dir)) else None
 
 
 def refuse_other_configuration(run: StudyRun, found: Run) -> None:

@@ -14,13 +14,16 @@ from card_megatron.evaluation.compare import arrow
 from card_megatron.evaluation.curves import scale
 from card_megatron.evaluation.report import NOTHING, markdown_table, picture, shown
 from card_megatron.study.definition import Study, shown_option
-from card_megatron.study.intervals import Interval, crossings, interval, paired
+from card_megatron.study.intervals import Interval, crossings, interval, paired, pooled
 from card_megatron.study.record import read_record
 
 ABOUT = """Means over seeds with 95% intervals (Student's t over seeds; the same held-out texts for all). Perplexities
 are averaged and compared as their logarithms, nats per token: a mean is geometric, with its interval in brackets, and
-a difference is a ratio beside its nats. A difference is paired by seed and counts where its interval leaves 0 out;
-else it reads *no difference seen*."""
+a difference is a ratio beside its nats. {differences} It counts where its interval leaves 0 out; else it reads *no
+difference seen*."""
+PAIRED = "A difference is paired by seed."
+POOLED = """A difference is paired by seed, and all differences of a column share one spread: that of all its runs around run +
+seed, since they are variants of one another."""
 STRATEGY = " · "
 """Between a metric of generated text and the strategy that wrote it."""
 SPEED = "tok/s"
@@ -62,7 +65,8 @@ def read_findings(study: Study) -> Findings:
 def report(findings: Findings, pictures: Mapping[str, str]) -> str:
     """The whole page; `pictures` are names of curves -> their files, beside it."""
     study = findings.study
-    parts = [f"## {study.title}", ABOUT, means_table(findings)]
+    about = ABOUT.format(differences=POOLED if study.pooled else PAIRED)
+    parts = [f"## {study.title}", about, means_table(findings)]
     parts += [differences_table(findings)] if len(study.runs) > 1 else []
     parts += [part for part in (strategies_table(findings), crossings_text(findings)) if part]
     parts += [f"![{name}]({path})" for name, path in pictures.items()]
@@ -126,21 +130,33 @@ def mean_cell(findings: Findings, run: str, metric: str) -> str:
 def differences_table(findings: Findings) -> str:
     """Every run against the baseline, metric by metric."""
     columns, baseline = findings.columns(), findings.study.compared_with
-    rows = []
-    for name in findings.study.runs:
-        if name != baseline and findings.records.get(name):
-            rows.append([name, *(difference_cell(findings, name, baseline, metric) for metric in columns.values())])
-    if not rows or baseline not in findings.records:
+    others = [name for name in findings.study.runs if name != baseline and findings.records.get(name)]
+    if not others or baseline not in findings.records:
         return f"No difference can be told yet: {baseline} and another run must be finished."
+    found = {metric: differences(findings, metric) for metric in columns.values()}
+    rows = [
+        [
+            name,
+            *(
+                verdict(found[metric][name], ratio=is_perplexity(metric)) if name in found[metric] else NOTHING
+                for metric in columns.values()
+            ),
+        ]
+        for name in others
+    ]
     return f"Difference from `{baseline}`:\n\n" + markdown_table(["run", *columns], rows)
 
 
-def difference_cell(findings: Findings, run: str, baseline: str, metric: str) -> str:
-    ours, theirs = findings.values(run, metric), findings.values(baseline, metric)
+def differences(findings: Findings, metric: str) -> dict[str, Interval]:
+    """Of every run that can be compared; of perplexities in nats."""
+    values = {run: findings.values(run, metric) for run in findings.study.runs}
     if is_perplexity(metric):
-        ours, theirs = ({seed: math.log(value) for seed, value in part.items()} for part in (ours, theirs))
-    found = paired(ours, theirs)
-    return NOTHING if found is None else verdict(found, ratio=is_perplexity(metric))
+        values = {run: {seed: math.log(value) for seed, value in part.items()} for run, part in values.items()}
+    baseline = findings.study.compared_with
+    if findings.study.pooled:
+        return pooled(values, baseline)
+    found = {run: paired(part, values[baseline]) for run, part in values.items() if run != baseline}
+    return {run: difference for run, difference in found.items() if difference is not None}
 
 
 def verdict(difference: Interval, *, ratio: bool = False) -> str:

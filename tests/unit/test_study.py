@@ -21,7 +21,7 @@ from card_megatron.config.errors import ConfigError
 from card_megatron.study import execute
 from card_megatron.study.definition import config_hash, read_study
 from card_megatron.study.execute import is_done
-from card_megatron.study.intervals import crossings, interval, paired
+from card_megatron.study.intervals import crossings, interval, paired, pooled
 from card_megatron.study.record import evaluation_path, gradient_cells, is_evaluated, thinned
 from card_megatron.study.report import draw, read_findings, report
 from tests.curves import BASE
@@ -127,6 +127,26 @@ def test_differences_are_paired_by_seed():
     assert paired({1: 3.0}, {2: 2.0}) is None
 
 
+def test_pooled_differences_share_the_spread_of_all_runs():
+    """Against the textbook's two-way analysis, by hand."""
+    values = {"a": {1: 1.0, 2: 2.0}, "b": {1: 2.0, 2: 3.5}, "c": {1: 0.0, 2: 1.2}}
+    found = pooled(values, "a")
+    # residuals of run + seed: the seeds differ by 1, 1.5 and 1.2, around a mean of 37/30
+    squares = 2 * sum(((step - 37 / 30) / 2) ** 2 for step in (1.0, 1.5, 1.2))
+    half = 4.303 * math.sqrt(
+        squares / 2
+    )  # 2 degrees of freedom; the error of a difference of means of 2 is sqrt(2 / 2)
+    assert {name: (item.mean, item.half) for name, item in found.items()} == {
+        "b": pytest.approx((1.25, half)),
+        "c": pytest.approx((-0.9, half)),
+    }
+    # a run of one seed is compared as the others say that seeds differ, and is known less well
+    alone = pooled(values | {"d": {1: 5.0}}, "a")["d"]
+    assert alone.mean == pytest.approx(5.0 - (1.5 - 37 / 60)) and alone.half is not None and alone.half > half
+    assert pooled({"a": {1: 1.0}, "b": {1: 3.0}}, "a")["b"] == interval([2.0]), "nothing is left to know chance by"
+    assert pooled({"a": {1: 1.0}, "b": {2: 3.0}}, "a") == {} == pooled({"a": {}, "b": {1: 1.0}}, "a")
+
+
 def test_crossings_are_where_a_curve_falls_below_the_other():
     ours, theirs = [(0, 3.0), (1, 2.0), (2, 1.0), (3, 2.0), (4, 0.0)], [(n, 1.5) for n in range(5)]
     assert crossings(ours, theirs) == pytest.approx([1.5, 3.25])
@@ -177,6 +197,17 @@ def test_a_report_says_what_separates_and_what_does_not(tmp_path):
     assert "| name=card |" in page, "how a run is validated does not tell it apart"
     assert "| later | " in page and "not run yet" in page
     assert "| card-s2 | h           | abc    | m       |    100 |" in page
+
+
+def test_a_study_of_variants_pools_their_spread(tmp_path):
+    nll = {"card": (2.0, 3.0), "a": (2.5, 3.4), "b": (2.1, 3.1), "c": (2.0, 3.1)}
+    records = [record_of(run, seed, {"nll": value}) for run, pair in nll.items() for seed, value in enumerate(pair, 1)]
+    runs = {name: {} for name in nll}
+    apart = report(read_findings(study_with(tmp_path, records, runs=runs, baseline="card")), {})
+    assert "no difference seen: +0.4500 ± 0.6353" in apart
+    together = report(read_findings(study_with(tmp_path, records, runs=runs, baseline="card", pooled=True)), {})
+    # 3.182 standard errors of sqrt(0.01 / 3)
+    assert " +0.4500 ± 0.1837 |" in together and "seen: +0.4500" not in together and "share one spread" in together
 
 
 def test_decoding_strategies_stand_in_a_table_of_their_own(tmp_path):
@@ -350,6 +381,15 @@ def test_a_study_is_stopped_goes_on_and_is_reported(small):
     again = card_study(small, "run", "study.yaml")
     assert again.returncode == 0 and "training" not in again.stdout, again.stdout
     (small / "results" / "card-s1.json").rename(small / "kept.json")
+    assert card_study(small, "run", "study.yaml").returncode == 0
+    assert json.loads((small / "results" / "card-s1.json").read_text()) == record
+
+    # a record that lacks an evaluation, left by another training of the same run: nothing of that one stays
+    other = json.loads(json.dumps(record))
+    other["cells"]["of another training"] = {"value": 1.0, "stderr": None}
+    other["curves"]["loss"]["values"][0] += 1.0
+    del other["evaluations"]["denoising"]
+    (small / "results" / "card-s1.json").write_text(json.dumps(other))
     assert card_study(small, "run", "study.yaml").returncode == 0
     assert json.loads((small / "results" / "card-s1.json").read_text()) == record
 
