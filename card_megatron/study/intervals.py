@@ -48,7 +48,7 @@ def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Interv
 
 
 def pooled(values: Mapping[str, Mapping[int, float]], baseline: str) -> dict[str, Interval]:
-    """Differences of all runs from the baseline, with one spread for all: value = run + seed + chance, by least squares.
+    """Differences of all runs from the baseline, with one spread for all: value = run + seed + chance, least squares.
 
     Two seeds of one run say next to nothing of chance; two seeds of many like runs say it well. Where every run has
     every seed, the differences are those of `paired`. A run that shares no seed with the others is left out.

@@ -19,11 +19,11 @@ from card_megatron.study.record import read_record
 
 ABOUT = """Means over seeds with 95% intervals (Student's t over seeds; the same held-out texts for all). Perplexities
 are averaged and compared as their logarithms, nats per token: a mean is geometric, with its interval in brackets, and
-a difference is a ratio beside its nats. {differences} It counts where its interval leaves 0 out; else it reads *no
-difference seen*."""
+a difference is a ratio beside its nats. {differences}
+It counts where its interval leaves 0 out; else it reads *no difference seen*."""
 PAIRED = "A difference is paired by seed."
-POOLED = """A difference is paired by seed, and all differences of a column share one spread: that of all its runs around run +
-seed, since they are variants of one another."""
+POOLED = """A difference is paired by seed. All differences of a column share one spread, that of its runs
+around run + seed, since they are variants of one another."""
 STRATEGY = " · "
 """Between a metric of generated text and the strategy that wrote it."""
 SPEED = "tok/s"

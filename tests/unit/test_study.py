@@ -133,9 +133,7 @@ def test_pooled_differences_share_the_spread_of_all_runs():
     found = pooled(values, "a")
     # residuals of run + seed: the seeds differ by 1, 1.5 and 1.2, around a mean of 37/30
     squares = 2 * sum(((step - 37 / 30) / 2) ** 2 for step in (1.0, 1.5, 1.2))
-    half = 4.303 * math.sqrt(
-        squares / 2
-    )  # 2 degrees of freedom; the error of a difference of means of 2 is sqrt(2 / 2)
+    half = 4.303 * math.sqrt(squares / 2)  # 2 degrees of freedom; a difference of means of 2 has this very spread
     assert {name: (item.mean, item.half) for name, item in found.items()} == {
         "b": pytest.approx((1.25, half)),
         "c": pytest.approx((-0.9, half)),
