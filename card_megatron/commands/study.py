@@ -207,7 +207,9 @@ def show_status(study: Study, runs: list[StudyRun]) -> None:
 
 def write_report(study: Study, options: argparse.Namespace) -> None:
     from card_megatron.evaluation.report import write_text
-    from card_megatron.study.report import draw, read_findings, report
+    from card_megatron.study.findings import read_findings
+    from card_megatron.study.pictures import draw
+    from card_megatron.study.report import report
 
     folder = options.output or study.path.parent / "reports"
     findings = read_findings(study)

@@ -26,6 +26,14 @@ OWN = ("run_dir", "seed")
 OF_NO_EFFECT = ("run_dir", "checkpoint", "logging", "profile", "guard")
 """Sections of a configuration that change nothing of what a run learns: the hash leaves them out."""
 
+KINDS: dict[type, tuple[str, ...]] = {
+    list: ("seeds",),
+    dict: ("every", "evaluate", "columns", "curves", "points"),
+    bool: ("epochs", "pooled"),
+    str: ("baseline", "title", "config", "folder", "results"),
+}
+"""What the fields of a study's file must be."""
+
 
 @dataclass(frozen=True)
 class StudyRun:
@@ -79,6 +87,8 @@ class Study:
     """Heading -> metric, as `card eval compare` names it; empty shows every metric."""
     curves: dict[str, list[str]] = field(default_factory=dict)
     """Name of a picture -> metrics of metrics.jsonl that are drawn as one, a run's first that it has."""
+    points: dict[str, list[str]] = field(default_factory=dict)
+    """Name of a picture -> two metrics, across and up: every run, or strategy of its generated text, is a point."""
     pooled: bool = False
     """Differences share one spread, that of all runs: for runs that are variants of one another."""
     epochs: bool = False
@@ -149,20 +159,11 @@ def _mapping(path: Path, tree: dict[str, Any], key: str) -> dict[Any, Any]:
 
 
 def _problems(study: Study):
-    kinds = {
-        "seeds": list,
-        "every": dict,
-        "evaluate": dict,
-        "columns": dict,
-        "curves": dict,
-        "epochs": bool,
-        "pooled": bool,
-    }
-    kinds |= {"baseline": str, "title": str, "config": str, "folder": str, "results": str}
-    for key, kind in kinds.items():
-        if not isinstance(getattr(study, key), kind):
-            yield f"{key}={getattr(study, key)!r} must be a {kind.__name__}"
-            return
+    for kind, keys in KINDS.items():
+        for key in keys:
+            if not isinstance(getattr(study, key), kind):
+                yield f"{key}={getattr(study, key)!r} must be a {kind.__name__}"
+                return
     if not (study.path.parent / study.config).is_file():
         yield f"config={study.config} is not beside it"
     whole = all(isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 for seed in study.seeds)
@@ -177,6 +178,12 @@ def _problems(study: Study):
             yield f"runs: {name} gives {', '.join(sorted(set(given) & set(OWN)))}, which the study decides"
     if study.baseline and study.baseline not in study.runs:
         yield f"baseline={study.baseline} is no run; there are {', '.join(study.runs)}"
+    for key, pictures in (("curves", study.curves), ("points", study.points)):
+        for name, metrics in pictures.items():
+            names = isinstance(metrics, list) and all(isinstance(metric, str) for metric in metrics)
+            if not names or not metrics or (key == "points" and len(metrics) != 2):
+                many = "two metrics" if key == "points" else "metrics"
+                yield f"{key}: {name}: {metrics!r} must be a list of {many}"
     for name, words in study.evaluate.items():
         first = shlex.split(words)[:1] if isinstance(words, str) else []
         if not re.fullmatch(NAME, str(name)) or not first or first[0] not in (*EVALUATIONS, "--tasks"):

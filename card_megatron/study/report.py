@@ -1,21 +1,24 @@
-"""The report of a study, from the records of its runs alone: tables in Markdown, curves as pictures."""
+"""The report of a study as a page of Markdown: its tables, and its pictures by their names."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from card_megatron.config.errors import ConfigError
 from card_megatron.evaluation.compare import arrow
-from card_megatron.evaluation.curves import scale
-from card_megatron.evaluation.report import NOTHING, markdown_table, picture, shown
-from card_megatron.study.definition import Study, shown_option
-from card_megatron.study.intervals import Interval, crossings, interval, paired, pooled
-from card_megatron.study.record import read_record
+from card_megatron.evaluation.report import NOTHING, markdown_table, shown
+from card_megatron.study.definition import shown_option
+from card_megatron.study.findings import (
+    STRATEGY,
+    Findings,
+    cell_names,
+    crossing_points,
+    differences,
+    is_perplexity,
+    mean_curve,
+)
+from card_megatron.study.intervals import Interval, interval
 
 ABOUT = """Means over seeds with 95% intervals (Student's t over seeds; the same held-out texts for all). Perplexities
 are averaged and compared as their logarithms, nats per token: a mean is geometric, with its interval in brackets, and
@@ -24,42 +27,7 @@ It counts where its interval leaves 0 out; else it reads *no difference seen*.""
 PAIRED = "A difference is paired by seed."
 POOLED = """A difference is paired by seed. All differences of a column share one spread, that of its runs
 around run + seed, since they are variants of one another."""
-STRATEGY = " · "
-"""Between a metric of generated text and the strategy that wrote it."""
 SPEED = "tok/s"
-
-
-@dataclass(frozen=True)
-class Findings:
-    """The records of a study's runs, by name and seed."""
-
-    study: Study
-    records: Mapping[str, Mapping[int, dict[str, Any]]]
-
-    def values(self, run: str, metric: str) -> dict[int, float]:
-        cells = {seed: record["cells"].get(metric) for seed, record in self.records.get(run, {}).items()}
-        return {seed: cell["value"] for seed, cell in cells.items() if cell and cell["value"] is not None}
-
-    def bound(self, run: str, metric: str) -> str:
-        cells = [record["cells"].get(metric, {}) for record in self.records.get(run, {}).values()]
-        return next((cell["bound"] for cell in cells if cell.get("bound")), "")
-
-    def columns(self) -> dict[str, str]:
-        if self.study.columns:
-            return self.study.columns
-        return {name: name for name in dict.fromkeys(_cell_names(self)) if STRATEGY not in name}
-
-
-def read_findings(study: Study) -> Findings:
-    """Whatever is finished of a study; a record of another configuration is refused by `card study run`."""
-    found: dict[str, dict[int, dict[str, Any]]] = {}
-    for run in study.grid():
-        path = study.result_path(run)
-        if path.is_file():
-            found.setdefault(run.name, {})[run.seed] = read_record(path)
-    if not found:
-        raise ConfigError(f"{study.path.parent / study.results} has no record of {study.path}; run the study first")
-    return Findings(study, found)
 
 
 def report(findings: Findings, pictures: Mapping[str, str]) -> str:
@@ -107,10 +75,6 @@ def visible(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from ((key, value) for key, value in given.items() if not key.startswith(("eval.", "logging.")))
 
 
-def is_perplexity(metric: str) -> bool:
-    return metric.endswith((" ppl", " perplexity"))
-
-
 def mean_cell(findings: Findings, run: str, metric: str) -> str:
     values = findings.values(run, metric)
     if not values:
@@ -147,18 +111,6 @@ def differences_table(findings: Findings) -> str:
     return f"Difference from `{baseline}`:\n\n" + markdown_table(["run", *columns], rows)
 
 
-def differences(findings: Findings, metric: str) -> dict[str, Interval]:
-    """Of every run that can be compared; of perplexities in nats."""
-    values = {run: findings.values(run, metric) for run in findings.study.runs}
-    if is_perplexity(metric):
-        values = {run: {seed: math.log(value) for seed, value in part.items()} for run, part in values.items()}
-    baseline = findings.study.compared_with
-    if findings.study.pooled:
-        return pooled(values, baseline)
-    found = {run: paired(part, values[baseline]) for run, part in values.items() if run != baseline}
-    return {run: difference for run, difference in found.items() if difference is not None}
-
-
 def verdict(difference: Interval, *, ratio: bool = False) -> str:
     text = f"{'+' if difference.mean > 0 else ''}{shown(difference.mean, difference.half)}"
     if ratio:
@@ -174,7 +126,7 @@ def strategies_table(findings: Findings) -> str:
     for run, records in findings.records.items():
         cells = [name.partition(STRATEGY) for record in records.values() for name in record["cells"]]
         names[run] = {strategy: None for _, mark, strategy in cells if mark}
-    metrics = list(dict.fromkeys(n.partition(STRATEGY)[0] for n in _cell_names(findings) if STRATEGY in n))
+    metrics = list(dict.fromkeys(n.partition(STRATEGY)[0] for n in cell_names(findings) if STRATEGY in n))
     if not metrics:
         return ""
     for run, strategies in names.items():
@@ -197,10 +149,6 @@ def strategies_table(findings: Findings) -> str:
     return markdown_table(header, rows, left=2)
 
 
-def _cell_names(findings: Findings) -> list[str]:
-    return [name for runs in findings.records.values() for record in runs.values() for name in record["cells"]]
-
-
 def origins(findings: Findings) -> str:
     """Where every number comes from."""
     rows = [
@@ -213,77 +161,6 @@ def origins(findings: Findings) -> str:
     ]
     header = ["record", "config hash", "commit", "machine", "tokens", "hours of training"]
     return "Every cell comes from these records:\n\n" + markdown_table(header, rows, left=4)
-
-
-# ---------------------------------------------------------------- curves
-
-
-def curve_of(record: Mapping[str, Any], metrics: list[str], epochs: bool) -> list[tuple[float, float]]:
-    """(tokens or epochs, value) of the first metric that the record has."""
-    for metric in metrics:
-        found = record["curves"].get(metric)
-        if found and (not epochs or found["epochs"]):
-            return [*zip(found["epochs" if epochs else "tokens"], found["values"], strict=True)]
-    return []
-
-
-def mean_curve(findings: Findings, run: str, metrics: list[str]) -> list[tuple[float, float]]:
-    """Over the seeds, at the places that all of them have."""
-    curves = [dict(curve_of(record, metrics, findings.study.epochs)) for record in findings.records[run].values()]
-    shared = [place for place in curves[0] if all(place in curve for curve in curves)]
-    return [(place, sum(curve[place] for curve in curves) / len(curves)) for place in sorted(shared)]
-
-
-def draw(findings: Findings, folder: Path) -> dict[str, str]:
-    """A picture for each of the study's curves: the mean over seeds, and each seed thin behind it."""
-    drawn = {}
-    for name, metrics in findings.study.curves.items():
-        known = {run: curve for run in findings.records if (curve := mean_curve(findings, run, metrics))}
-        if not known:
-            continue
-        path = folder / f"{findings.study.name}_{name.replace(' ', '_')}.png"
-        across = "epochs" if findings.study.epochs else "tokens"
-        with picture(path, f"{findings.study.title}: {name}", across, name) as axes:
-            scale(axes, metrics[0])
-            for run, curve in known.items():
-                drawn_metric = next(metric for metric in metrics if metric in first_record(findings, run)["curves"])
-                bound = " (bound)" if "bound" in drawn_metric else ""
-                (line,) = axes.plot(*zip(*curve, strict=True), ".-", label=f"{run}{bound}")
-                if len(findings.records[run]) > 1:
-                    for record in findings.records[run].values():
-                        points = curve_of(record, metrics, findings.study.epochs)
-                        axes.plot(*zip(*points, strict=True), "-", alpha=0.3, linewidth=0.8, color=line.get_color())
-                if findings.study.epochs:
-                    best = min(curve, key=lambda point: point[1])
-                    axes.plot(*best, "*", markersize=12, color=line.get_color())
-            for _, place, value in crossing_points(findings, metrics):
-                axes.plot(place, value, "x", markersize=10, color="black")
-        drawn[name] = path.name
-    return drawn
-
-
-def first_record(findings: Findings, run: str) -> dict[str, Any]:
-    return next(iter(findings.records[run].values()))
-
-
-def crossing_points(findings: Findings, metrics: list[str]) -> Iterator[tuple[str, float, float]]:
-    """(run, epoch, value) where a run's mean curve falls below the baseline's."""
-    baseline = findings.study.compared_with
-    if not findings.study.epochs or baseline not in findings.records:
-        return
-    theirs = mean_curve(findings, baseline, metrics)
-    for run in findings.records:
-        ours = mean_curve(findings, run, metrics)
-        for place in crossings(ours, theirs):
-            if run != baseline:
-                yield run, place, _between(ours, place)
-
-
-def _between(curve: list[tuple[float, float]], place: float) -> float:
-    for (left, before), (right, after) in pairwise(curve):
-        if left <= place <= right:
-            return before + (after - before) * (place - left) / (right - left)
-    return curve[-1][1]
 
 
 def crossings_text(findings: Findings) -> str:

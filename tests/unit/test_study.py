@@ -21,9 +21,11 @@ from card_megatron.config.errors import ConfigError
 from card_megatron.study import execute
 from card_megatron.study.definition import config_hash, read_study
 from card_megatron.study.execute import is_done
+from card_megatron.study.findings import read_findings
 from card_megatron.study.intervals import crossings, interval, paired, pooled
+from card_megatron.study.pictures import draw, points
 from card_megatron.study.record import evaluation_path, gradient_cells, is_evaluated, thinned
-from card_megatron.study.report import draw, read_findings, report
+from card_megatron.study.report import report
 from tests.curves import BASE
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "study"
@@ -73,6 +75,8 @@ def test_the_grid_is_whole_seed_by_seed(tmp_path):
         ({"every": {"run_dir": "x"}}, "every gives run_dir, which the study decides"),
         ({"runs": {"a": 3}}, r"a must be \{section.key: value\}; it is 3"),
         ({"baseline": "b"}, "baseline=b is no run"),
+        ({"points": {"x": ["nll"]}}, r"points: x: \['nll'\] must be a list of two metrics"),
+        ({"curves": {"x": "nll"}}, "curves: x: 'nll' must be a list of metrics"),
         ({"evaluate": {"x": "compare a b"}}, "must begin with perplexity, denoising, generation or --tasks"),
     ],
 )
@@ -230,6 +234,16 @@ def test_curves_cross_the_baseline_and_are_drawn(tmp_path):
     row = next(line for line in page.splitlines() if line.startswith("| validation nll | card"))
     assert [cell.strip() for cell in row.split("|")[3:-1]] == ["2.100", "2.0", "2.100", "2.0", "1.3"]
     assert (tmp_path / "study_validation_nll.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_and_strategies_are_points_between_two_metrics(tmp_path):
+    cells = {"nll": 2.0, "speed": 3.0, "nll · ar": 1.0, "speed · ar": 1.0, "nll · fast": 1.5}
+    records = [record_of("card", 1, cells), record_of("card", 2, {"nll": 2.5}), record_of("arm", 1, {"nll": 1.0})]
+    study = study_with(tmp_path, records, points={"two": ["nll", "speed"], "none": ["x", "y"]})
+    findings = read_findings(study)
+    assert points(findings, "nll", "speed") == {"card": [(2.0, 3.0)], "card ar": [(1.0, 1.0)]}, "those that have both"
+    assert draw(findings, tmp_path) == {"two": "study_two.png"}
+    assert (tmp_path / "study_two.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_no_record_is_no_report(tmp_path):

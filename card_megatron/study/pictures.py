@@ -1,0 +1,84 @@
+"""The pictures of a study: curves of its runs, and its runs as points between two metrics."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from card_megatron.evaluation.compare import arrow
+from card_megatron.evaluation.curves import scale
+from card_megatron.evaluation.report import picture
+from card_megatron.study.findings import STRATEGY, Findings, crossing_points, curve_of, first_record, mean_curve
+
+
+def draw(findings: Findings, folder: Path) -> dict[str, str]:
+    """Every picture that the study declares and that something is known for: its name -> its file in the folder."""
+    study = findings.study
+    drawn = {}
+    for declared, drawer in ((study.curves, draw_curves), (study.points, draw_points)):
+        for name, metrics in declared.items():
+            path = folder / f"{study.name}_{name.replace(' ', '_')}.png"
+            if drawer(findings, name, metrics, path):
+                drawn[name] = path.name
+    return drawn
+
+
+def draw_curves(findings: Findings, name: str, metrics: list[str], path: Path) -> bool:
+    """The mean over seeds, and each seed thin behind it; by epochs the best point, and where curves cross."""
+    known = {run: curve for run in findings.records if (curve := mean_curve(findings, run, metrics))}
+    if not known:
+        return False
+    epochs = findings.study.epochs
+    with picture(path, f"{findings.study.title}: {name}", "epochs" if epochs else "tokens", name) as axes:
+        scale(axes, metrics[0])
+        for run, curve in known.items():
+            drawn = next(metric for metric in metrics if metric in first_record(findings, run)["curves"])
+            (line,) = axes.plot(*zip(*curve, strict=True), ".-", label=run + (" (bound)" if "bound" in drawn else ""))
+            if len(findings.records[run]) > 1:
+                for record in findings.records[run].values():
+                    points = curve_of(record, metrics, epochs)
+                    axes.plot(*zip(*points, strict=True), "-", alpha=0.3, linewidth=0.8, color=line.get_color())
+            if epochs:
+                best = min(curve, key=lambda point: point[1])
+                axes.plot(*best, "*", markersize=12, color=line.get_color())
+        for _, place, value in crossing_points(findings, metrics):
+            axes.plot(place, value, "x", markersize=10, color="black")
+    return True
+
+
+def draw_points(findings: Findings, name: str, metrics: list[str], path: Path) -> bool:
+    """A point a run, or a strategy of its generated text, with its seeds small around it."""
+    across, up = metrics
+    known = points(findings, across, up)
+    if not known:
+        return False
+    with picture(path, f"{findings.study.title}: {name}", *(f"{one} {arrow(one)}".strip() for one in metrics)) as axes:
+        for label, seeds in known.items():
+            xs, ys = zip(*seeds, strict=True)
+            mean = statistics.fmean(xs), statistics.fmean(ys)
+            (mark,) = axes.plot(*mean, "o", markersize=8)
+            if len(seeds) > 1:
+                axes.plot(xs, ys, "o", markersize=3, alpha=0.5, color=mark.get_color())
+            axes.annotate(label, mean, xytext=(6, 4), textcoords="offset points", fontsize="small")
+        axes.margins(0.15)
+    return True
+
+
+def points(findings: Findings, across: str, up: str) -> dict[str, list[tuple[float, float]]]:
+    """Label -> (x, y) of every seed that has both; without the run's name where there is one run."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for run, records in findings.records.items():
+        strategies = {
+            name.removeprefix(across)
+            for record in records.values()
+            for name in record["cells"]
+            if name == across or name.startswith(across + STRATEGY)
+        }
+        for strategy in sorted(strategies):
+            xs, ys = findings.values(run, across + strategy), findings.values(run, up + strategy)
+            alone = strategy.removeprefix(STRATEGY)
+            label = alone if alone and len(findings.records) == 1 else f"{run} {alone}".strip()
+            seeds = [(xs[seed], ys[seed]) for seed in xs if seed in ys]
+            if seeds:
+                found[label] = seeds
+    return found
