@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from glob import glob
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ SMALL = {
         "--eval.samples=8",
         "--data.num_workers=0",
     ],
-    "card train --config start/run.yaml": ["--data.sequence_length=64"],
+    "card train --config start/run.yaml": ["--data.sequence_length=64", "--run_dir=runs/from_hf"],
     "card data tokenizer train": ["--sample-lines=20000"],
     "card launch": ["--dry-run"],
     "card generate": ["--max-new-tokens=8"],
@@ -86,7 +87,7 @@ def workspace(corpus, tmp_path_factory) -> Path:
     run, exported = trained_model(corpus, folder)
     others = trained_diffusion(corpus, folder, "arm")
     (folder / "runs").mkdir()
-    for name in ("card", "card_1b", "x"):
+    for name in ("card", "card_1b", "card_1b_h100_bf16", "x"):
         shutil.copytree(run, folder / "runs" / name)
     for name, path in others.items():
         shutil.copytree(path, folder / "runs" / name)
@@ -99,7 +100,8 @@ def workspace(corpus, tmp_path_factory) -> Path:
     (folder / "eval_data").mkdir()
     write_documents(folder / "eval_data")
     text = "The value of the name is a string, and the name of the value is a list. " * 6
-    (folder / "valid.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    for name in ("valid", "mine"):
+        (folder / f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n")
     (folder / "wiki.test.raw").write_text(text)
     (folder / "domains" / "wikitext").mkdir(parents=True)
     (folder / "domains" / "wikitext" / "wiki.test.raw").write_text(text)
@@ -108,7 +110,6 @@ def workspace(corpus, tmp_path_factory) -> Path:
     (folder / "results").mkdir()
     (folder / "data" / "study").mkdir(parents=True)
     for suffix in (".bin", ".idx", ".json"):
-        shutil.copy(f"{corpus}/first{suffix}", folder / "data" / f"mine{suffix}")
         for name in ("train", "valid"):
             shutil.copy(f"{corpus}/first{suffix}", folder / "data" / "study" / f"{name}{suffix}")
     shutil.copy(f"{corpus}/tokenizer.model", folder / "data" / "study")
@@ -127,7 +128,7 @@ def test_the_commands_of_a_page_work(page, workspace, monkeypatch, capfd):
     for name, command in commands():
         if name != page or why_elsewhere(command):
             continue
-        words = shlex.split(command)[1:]
+        words = [found for word in shlex.split(command)[1:] for found in (sorted(glob(word)) or [word])]
         words += [more for beginning, extra in SMALL.items() if command.startswith(beginning) for more in extra]
         try:
             if "--nproc" in words and words[0] != "config":  # ranks that it starts do not come back here
