@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from glob import glob
 from pathlib import Path
 
 import pytest
@@ -64,6 +63,11 @@ def commands() -> Iterator[tuple[str, str]]:
                     command = re.sub(r"\s\[[^\]]*\](?=\s|$)", "", part.partition(" #")[0]).strip()
                     if command.startswith("card ") and not PLACEHOLDER.search(command.partition('"')[0]):
                         yield name_of(page), command
+
+
+def as_a_shell_would(word: str) -> list[str]:
+    """A pattern as the files that it means, here."""
+    return (sorted(map(str, Path().glob(word))) if "*" in word else []) or [word]
 
 
 def why_elsewhere(command: str) -> str | None:
@@ -128,7 +132,7 @@ def test_the_commands_of_a_page_work(page, workspace, monkeypatch, capfd):
     for name, command in commands():
         if name != page or why_elsewhere(command):
             continue
-        words = [found for word in shlex.split(command)[1:] for found in (sorted(glob(word)) or [word])]
+        words = [found for word in shlex.split(command)[1:] for found in as_a_shell_would(word)]
         words += [more for beginning, extra in SMALL.items() if command.startswith(beginning) for more in extra]
         try:
             if "--nproc" in words and words[0] != "config":  # ranks that it starts do not come back here
