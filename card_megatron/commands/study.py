@@ -95,6 +95,12 @@ def execute(study: Study, runs: list[StudyRun], options: argparse.Namespace) -> 
         for item in executor.progress:
             print(f"{item.run.label:<24} {item.state:<8} card train {' '.join(item.run.options())}")
         return
+    if all(item.state == "done" for item in executor.progress):
+        print(
+            f"{study.path}: every run has its record in {study.result_path(runs[0]).parent}; to train them once more, "
+            "declare another `results` and another `folder`"
+        )
+        return
     with shown_progress() as show:
         complete = executor.run(show)
     failed = [item for item in executor.progress if item.state == "failed"]

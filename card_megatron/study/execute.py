@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,6 @@ class Progress:
     state: str = "waiting"
     """waiting, training, evaluating NAME, done, stopped or failed."""
     why: str = ""
-    finished: bool = field(default=False)
 
 
 def is_done(study: Study, run: StudyRun) -> bool:
@@ -83,7 +82,7 @@ class Executor:
         self.waiting: queue.SimpleQueue[Progress] = queue.SimpleQueue()
         for item in self.progress:
             if is_done(study, item.run):
-                item.state, item.finished = "done", True
+                item.state = "done"
             else:
                 self.waiting.put(item)
         self.stopping = threading.Event()
@@ -131,7 +130,7 @@ class Executor:
                 return
             try:
                 self._finish(item)
-                item.state, item.finished = "done", True
+                item.state = "done"
             except _Stopped:
                 item.state = "stopped"
             except Exception as error:  # one run that fails does not take the others with it

@@ -392,6 +392,7 @@ def test_a_study_is_stopped_goes_on_and_is_reported(small):
 
     again = card_study(small, "run", "study.yaml")
     assert again.returncode == 0 and "training" not in again.stdout, again.stdout
+    assert "every run has its record in results; to train them once more" in again.stdout
     (small / "results" / "card-s1.json").rename(small / "kept.json")
     assert card_study(small, "run", "study.yaml").returncode == 0
     assert json.loads((small / "results" / "card-s1.json").read_text()) == record
