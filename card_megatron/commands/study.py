@@ -212,18 +212,21 @@ def show_status(study: Study, runs: list[StudyRun]) -> None:
 
 
 def write_report(study: Study, options: argparse.Namespace) -> None:
-    from card_megatron.evaluation.report import write_text
+    from card_megatron.evaluation.report import write_json, write_text
     from card_megatron.study.findings import read_findings
     from card_megatron.study.pictures import draw
     from card_megatron.study.report import report
+    from card_megatron.study.summary import summary
 
     folder = options.output or study.path.parent / "reports"
     findings = read_findings(study)
     folder.mkdir(parents=True, exist_ok=True)
     pictures = draw(findings, folder)
     page = folder / f"{study.name}.md"
-    write_text(page, report(findings, pictures))
-    print(report(findings, pictures), end="")
+    text = report(findings, pictures)
+    write_text(page, text)
+    write_json(page.with_suffix(".json"), summary(findings))
+    print(text, end="")
     if options.into is not None:
         beside = {name: os.path.relpath(folder / file, options.into.parent) for name, file in pictures.items()}
         write_text(options.into, with_part(options.into, study.name, report(findings, beside)))

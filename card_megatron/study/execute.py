@@ -16,14 +16,14 @@ from typing import Any
 
 from card_megatron.config.errors import CardError, ConfigError
 from card_megatron.evaluation.report import write_json
-from card_megatron.study.definition import Study, StudyRun, config_hash, data_identity
+from card_megatron.study.definition import Study, StudyRun, data_identity
 from card_megatron.study.record import (
     collect,
     earlier_record,
     evaluation_path,
     is_evaluated,
     note_origin,
-    read_record,
+    record_of,
 )
 from card_megatron.training.status import read_status
 
@@ -45,13 +45,9 @@ def is_done(study: Study, run: StudyRun) -> bool:
     path = study.result_path(run)
     if not path.is_file():
         return False
-    record = read_record(path)
-    if record["config_hash"] != config_hash(run.load()):
-        raise ConfigError(
-            f"{path} is of another configuration ({record['config_hash']}) than {study.path} declares "
-            f"({config_hash(run.load())}); move it away with its run, or declare the run as it was"
-        )
-    there, declared = record.get("data"), data_identity(run.load())
+    config = run.load()
+    record = record_of(study, run, config)
+    there, declared = record.get("data"), data_identity(config)
     if there is not None and declared is not None and there != declared:
         raise ConfigError(
             f"{path} was trained on other data ({there}) than stands there now ({declared}); a study compares runs of "

@@ -11,7 +11,7 @@ from typing import Any
 from card_megatron.config.errors import ConfigError
 from card_megatron.study.definition import Study
 from card_megatron.study.intervals import Interval, crossings, paired, pooled
-from card_megatron.study.record import read_record
+from card_megatron.study.record import record_of
 
 STRATEGY = " · "
 """Between a metric of generated text and the strategy that wrote it."""
@@ -39,12 +39,11 @@ class Findings:
 
 
 def read_findings(study: Study) -> Findings:
-    """Whatever is finished of a study; a record of another configuration is refused by `card study run`."""
+    """Whatever is finished of a study."""
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for run in study.grid():
-        path = study.result_path(run)
-        if path.is_file():
-            found.setdefault(run.name, {})[run.seed] = read_record(path)
+        if study.result_path(run).is_file():
+            found.setdefault(run.name, {})[run.seed] = record_of(study, run, run.load())
     if not found:
         raise ConfigError(f"{study.path.parent / study.results} has no record of {study.path}; run the study first")
     return Findings(study, found)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from card_megatron.config.errors import ConfigError
+from card_megatron.config.schema import RunConfig
 from card_megatron.evaluation.compare import Comparison
 from card_megatron.evaluation.report import write_json
 from card_megatron.evaluation.runs import Run, read_run
@@ -138,6 +139,18 @@ def refuse_other_configuration(run: StudyRun, found: Run) -> None:
             f"`card config {' '.join(run.options())}` beside its config.yaml shows what differs. Move it away, or "
             "declare it as it was"
         )
+
+
+def record_of(study: Study, run: StudyRun, config: RunConfig) -> dict[str, Any]:
+    """The record of a run, refused where it is of something else than the study declares now."""
+    path = study.result_path(run)
+    record = read_record(path)
+    if record["config_hash"] != config_hash(config):
+        raise ConfigError(
+            f"{path} is of another configuration ({record['config_hash']}) than {study.path} declares "
+            f"({config_hash(config)}); move it away with its run, or declare the run as it was"
+        )
+    return record
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from card_megatron.study.intervals import crossings, interval, paired, pooled
 from card_megatron.study.pictures import draw, points
 from card_megatron.study.record import evaluation_path, gradient_cells, is_evaluated, thinned
 from card_megatron.study.report import report
+from card_megatron.study.summary import summary
 from tests.curves import BASE
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "study"
@@ -106,11 +107,11 @@ def test_the_studies_of_the_repository_are_those_that_their_records_are_of(path)
     if path.stem == "base":
         return
     study = read_study(path)
-    known = [run for run in study.grid() if study.result_path(run).is_file()]
-    for run in known:
-        record = json.loads(study.result_path(run).read_text())
-        assert (record["run"], record["seed"], record["config_hash"]) == (run.name, run.seed, config_hash(run.load()))
-    assert known and report(read_findings(study), {}).startswith(f"## {study.title}\n")
+    findings = read_findings(study)  # refuses records of other configurations
+    for name, records in findings.records.items():
+        for seed, record in records.items():
+            assert (record["run"], record["seed"]) == (name, seed)
+    assert report(findings, {}).startswith(f"## {study.title}\n")
 
 
 # ---------------------------------------------------------------- intervals
@@ -163,7 +164,7 @@ def record_of(run: str, seed: int, cells: dict[str, Any], curve: list[float] = (
         "validation/v/clean_nll": {"tokens": [*range(len(curve))], "epochs": [*range(len(curve))], "values": [*curve]}
     }
     return {
-        **{"kind": "study_run", "run": run, "seed": seed, "config_hash": "h", "objective": run, "tokens": 100},
+        **{"kind": "study_run", "run": run, "seed": seed, "objective": run, "tokens": 100},
         **{"hours": 0.5, "commit": "abc", "machine": "m", "evaluations": {}, "curves": curves if curve else {}},
         "cells": {name: value if isinstance(value, dict) else {"value": value} for name, value in cells.items()},
         **more,
@@ -174,7 +175,9 @@ def study_with(folder: Path, records: list[dict[str, Any]], **changes: Any):
     study = read_study(write_study(folder, **changes))
     (folder / "results").mkdir(exist_ok=True)
     for record in records:
-        (folder / "results" / f"{record['run']}-s{record['seed']}.json").write_text(json.dumps(record))
+        (run,) = study.grid([f"{record['run']}-s{record['seed']}"])
+        known = {"config_hash": config_hash(run.load())} | record
+        study.result_path(run).write_text(json.dumps(known))
     return study
 
 
@@ -198,7 +201,29 @@ def test_a_report_says_what_separates_and_what_does_not(tmp_path):
     assert "≤ 90.00 (ELBO, 4 samples)" in page and "one seed" in page
     assert "| name=card |" in page, "how a run is validated does not tell it apart"
     assert "| later | " in page and "not run yet" in page
-    assert "| card-s2 | h           | abc    | m       |    100 |" in page
+    hashes = {run.label: config_hash(run.load()) for run in study.grid(["card"])}
+    assert f"| card-s2 | {hashes['card-s2']} | abc    | m       |    100 |" in page
+
+
+def test_the_cells_of_a_report_can_be_read_by_programs(tmp_path):
+    bound = {"value": 90.0, "bound": "ELBO, 4 samples"}
+    study = study_with(
+        tmp_path,
+        [
+            *(record_of("arm", seed, {"x ppl": value}) for seed, value in ((1, 10.0), (2, 40.0))),
+            *(record_of("card", seed, {"x ppl": value}) for seed, value in ((1, 20.0), (2, 80.0))),
+            record_of("mdlm", 1, {"x ppl": bound}),
+        ],
+        runs={"arm": {}, "card": {"objective.name": "card"}, "mdlm": {}},
+    )
+    arm, ours, other = summary(read_findings(study))["cells"]
+    assert (arm["mean"], arm["difference"], arm["seeds"]) == (pytest.approx(20.0), None, [1, 2])
+    assert arm["interval_95"] == [pytest.approx(20 * 2.0**-12.706), pytest.approx(20 * 2.0**12.706)]
+    difference = {"mean": pytest.approx(math.log(2)), "half_width_95": pytest.approx(0.0, abs=1e-9)}
+    assert ours["difference"] == {**difference, "unit": "nats", "seen": True}
+    assert ours["config_hashes"] == [config_hash(run.load()) for run in study.grid(["card"])]
+    assert (other["likelihood"], other["interval_95"], other["tokens"]) == ("ELBO, 4 samples", [None, None], [100])
+    assert other["difference"]["seen"] is None, "one seed cannot tell"
 
 
 def test_a_study_of_variants_pools_their_spread(tmp_path):
@@ -266,10 +291,11 @@ def test_a_report_goes_into_a_page_between_its_marks(tmp_path, capsys):
 
 
 def test_records_of_something_else_are_refused(tmp_path):
-    study = study_with(tmp_path, [record_of("arm", 1, {})])
+    study = study_with(tmp_path, [record_of("arm", 1, {}, config_hash="h")])
     run = study.grid(["arm-s1"])[0]
-    with pytest.raises(ConfigError, match=r"is of another configuration .h. than"):
-        is_done(study, run)
+    for reader in (lambda: is_done(study, run), lambda: read_findings(study)):
+        with pytest.raises(ConfigError, match=r"is of another configuration .h. than"):
+            reader()
     path = study.result_path(run)
     path.write_text("{}")
     with pytest.raises(ConfigError, match="is no record of a study's run"):
