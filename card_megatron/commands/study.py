@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,9 @@ def run(arguments: Sequence[str]) -> None:
     options = parser().parse_args(words)
     if launch is not None and options.what != "run":
         raise ConfigError(f"--slurm submits runs; it has no meaning for `card study {options.what}`")
-    from card_megatron.study.definition import read_study
+    if options.what == "run":
+        refuse_mixed(options, launch is not None)
+    from card_megatron.study.reading import read_study
 
     study = read_study(options.study)
     if options.what == "report":
@@ -56,11 +59,21 @@ def split_slurm(words: list[str]) -> tuple[list[str], list[str] | None]:
     return words[:place], words[place + 1 :]
 
 
+def refuse_mixed(options: argparse.Namespace, slurm: bool) -> None:
+    if options.slurm is not None:
+        raise ConfigError("--slurm takes no value of its own; write --slurm and the options of `card launch` behind it")
+    for name in ("jobs", "threads", "minutes"):
+        if slurm and getattr(options, name) is not None:
+            raise ConfigError(f"--{name} is of runs on this machine; with --slurm each run is a job: leave it out")
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="card study", description=DESCRIPTION)
     parts = made.add_subparsers(dest="what", required=True, metavar="run|status|report")
-    go = parts.add_parser("run", help="train and evaluate what is not finished", description=DESCRIPTION)
-    go.add_argument("--jobs", type=at_least(1), default=1, help="runs at a time on this machine (default: 1)")
+    go = parts.add_parser(
+        "run", help="train and evaluate what is not finished", description=DESCRIPTION, allow_abbrev=False
+    )
+    go.add_argument("--jobs", type=at_least(1), help="runs at a time on this machine (default: 1)")
     go.add_argument("--threads", type=at_least(1), help="of each (default: the cores, shared among --jobs)")
     go.add_argument("--minutes", type=float, help="then save, stop and leave the rest to the next start")
     go.add_argument("--dry-run", action="store_true", help="check every run, and show what would be done")
@@ -75,7 +88,12 @@ def parser() -> argparse.ArgumentParser:
         part.add_argument("study", type=Path, metavar="STUDY.yaml")
     for part in (go, status):
         part.add_argument(
-            "--only", nargs="+", action="extend", default=[], metavar="RUN", help="names, or NAME-sSEED (default: all)"
+            "--only",
+            nargs="+",
+            action="extend",
+            default=[],
+            metavar="RUN",
+            help="names, or NAME-sSEED, behind the file; before --slurm",
         )
     return made
 
@@ -86,14 +104,17 @@ def parser() -> argparse.ArgumentParser:
 def execute(study: Study, runs: list[StudyRun], options: argparse.Namespace) -> None:
     from card_megatron.study.execute import Executor
 
-    if options.minutes is not None and options.minutes <= 0:
+    if options.minutes is not None and not options.minutes > 0:
         raise ConfigError(f"--minutes {options.minutes} must be more than 0")
     check_runs(study, runs)
-    threads = options.threads or max(1, (os.cpu_count() or 1) // options.jobs)
-    executor = Executor(study, runs, jobs=options.jobs, threads=threads, minutes=options.minutes)
+    jobs = options.jobs or 1
+    threads = options.threads or max(1, (os.cpu_count() or 1) // jobs)
+    executor = Executor(study, runs, jobs=jobs, threads=threads, minutes=options.minutes)
     if options.dry_run:
         for item in executor.progress:
-            print(f"{item.run.label:<24} {item.state:<8} card train {' '.join(item.run.options())}")
+            print(f"{item.run.label:<24} {item.state:<8} card train {shlex.join(item.run.options())}")
+            if item.why:
+                print(f"{'':<24} {item.why}")
         return
     if all(item.state == "done" for item in executor.progress):
         print(
@@ -101,6 +122,9 @@ def execute(study: Study, runs: list[StudyRun], options: argparse.Namespace) -> 
             "declare another `results` and another `folder`"
         )
         return
+    for item in executor.progress:
+        if item.why:
+            print(f"{item.run.label}: {item.why}", file=sys.stderr)
     with shown_progress() as show:
         complete = executor.run(show)
     failed = [item for item in executor.progress if item.state == "failed"]
@@ -213,7 +237,7 @@ def show_status(study: Study, runs: list[StudyRun]) -> None:
 
 def write_report(study: Study, options: argparse.Namespace) -> None:
     from card_megatron.evaluation.report import write_json, write_text
-    from card_megatron.study.findings import read_findings
+    from card_megatron.study.findings import read_findings, unknown_metrics
     from card_megatron.study.pictures import draw
     from card_megatron.study.report import report
     from card_megatron.study.summary import summary
@@ -221,6 +245,8 @@ def write_report(study: Study, options: argparse.Namespace) -> None:
     folder = options.output or study.path.parent / "reports"
     findings = read_findings(study)
     folder.mkdir(parents=True, exist_ok=True)
+    for name, near in unknown_metrics(findings).items():
+        print(f"no record of {study.path} has {name!r}{near}", file=sys.stderr)
     pictures = draw(findings, folder)
     page = folder / f"{study.name}.md"
     text = report(findings, pictures)

@@ -166,7 +166,7 @@ def _field_of(section: str) -> str:
     return next(leaf for leaf in leaf_types() if leaf.startswith(section + "."))
 
 
-class _StrictLoader(yaml.SafeLoader):
+class StrictLoader(yaml.SafeLoader):
     """Refuses a key that is given twice, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node, deep=False):
@@ -182,7 +182,7 @@ def _read_file(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     if not Path(path).is_file():
         raise ConfigError(f"--config {path}: no such file; examples/configs/ has ready ones")
     try:
-        tree = yaml.load(Path(path).read_text(encoding="utf-8"), _StrictLoader)
+        tree = yaml.load(Path(path).read_text(encoding="utf-8"), StrictLoader)
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"--config {path} is not valid YAML: {error}") from error
     if not isinstance(tree, dict) or not tree:

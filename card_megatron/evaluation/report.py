@@ -69,7 +69,8 @@ def shown(value: float | None, error: float | None = None, digits: int | None = 
     if value is None or not math.isfinite(value):
         return NOTHING
     if digits is None:
-        digits = max(0, 3 - math.floor(math.log10(abs(value)))) if value else 2
+        size = abs(value) or abs(error or 0.0)
+        digits = max(0, 3 - math.floor(math.log10(size))) if size and math.isfinite(size) else 2
     text = f"{value:,.{digits}f}"
     return text if error is None or not math.isfinite(error) else f"{text} ± {error:,.{digits}f}"
 

@@ -8,31 +8,17 @@ import math
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from card_megatron.config.errors import ConfigError
-from card_megatron.config.keys import suggestion
 from card_megatron.config.load import load_config, options_of
 from card_megatron.config.schema import RunConfig
 from card_megatron.data.indexed import read_manifest
 
-NAME = r"[A-Za-z0-9][A-Za-z0-9_.]*"
-EVALUATIONS = ("perplexity", "denoising", "generation")
-"""Kinds of `card eval` that a study may ask for; tasks have no word of their own and begin with --tasks."""
-OWN = ("run_dir", "seed")
-"""Fields of a run that the grid decides."""
 OF_NO_EFFECT = ("run_dir", "checkpoint", "logging", "profile", "guard")
 """Sections of a configuration that change nothing of what a run learns: the hash leaves them out."""
-
-KINDS: dict[type, tuple[str, ...]] = {
-    list: ("seeds",),
-    dict: ("every", "evaluate", "columns", "curves", "points"),
-    bool: ("epochs", "pooled"),
-    str: ("baseline", "title", "config", "folder", "results"),
-}
-"""What the fields of a study's file must be."""
 
 
 @dataclass(frozen=True)
@@ -121,78 +107,19 @@ class Study:
     def result_path(self, run: StudyRun) -> Path:
         return self.path.parent / self.results / f"{run.label}.json"
 
+    def picture_file(self, name: str) -> str:
+        """Without what Markdown or a file system would take for something else."""
+        return re.sub(r"\W+", "_", f"{self.name}_{name}") + ".png"
+
     def evaluations(self) -> dict[str, list[str]]:
         return {name: shlex.split(words) for name, words in self.evaluate.items()}
-
-
-def read_study(path: Path) -> Study:
-    """A study's file, refused where anything in it could not be run."""
-    import yaml
-
-    if not path.is_file():
-        raise ConfigError(f"{path} is not there; examples/study has studies to begin with")
-    try:
-        tree = yaml.safe_load(path.read_text("utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no YAML: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must be a mapping with title, config and runs; it is a {type(tree).__name__}")
-    known = [item.name for item in fields(Study) if item.name != "path"]
-    for key in tree:
-        if key not in known:
-            raise ConfigError(f"{path}: unknown key {key}{suggestion(str(key), known)}; a study has {', '.join(known)}")
-    for key in ("title", "config", "runs"):
-        if not tree.get(key):
-            raise ConfigError(f"{path} has no {key}; a study needs title, config and runs")
-    tree["runs"] = {name: given or {} for name, given in _mapping(path, tree, "runs").items()}
-    study = Study(path, **tree)
-    problems = [*_problems(study)]
-    if problems:
-        raise ConfigError("\n  - ".join([f"{path} cannot be run:", *problems]))
-    return study
-
-
-def _mapping(path: Path, tree: dict[str, Any], key: str) -> dict[Any, Any]:
-    if not isinstance(tree[key], dict):
-        raise ConfigError(f"{path}: {key} must be a mapping of names; it is a {type(tree[key]).__name__}")
-    return tree[key]
-
-
-def _problems(study: Study):
-    for kind, keys in KINDS.items():
-        for key in keys:
-            if not isinstance(getattr(study, key), kind):
-                yield f"{key}={getattr(study, key)!r} must be a {kind.__name__}"
-                return
-    if not (study.path.parent / study.config).is_file():
-        yield f"config={study.config} is not beside it"
-    whole = all(isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 for seed in study.seeds)
-    if not study.seeds or not whole or len(set(study.seeds)) < len(study.seeds):
-        yield f"seeds={study.seeds} must be different whole numbers, at least one"
-    for name, given in {**study.runs, "every": study.every}.items():
-        if not re.fullmatch(NAME, str(name)):
-            yield f"runs: {name!r} is no name for a folder: letters, digits, _ and ."
-        if not isinstance(given, dict):
-            yield f"runs: {name} must be {{section.key: value}}; it is {given!r}"
-        elif set(given) & set(OWN):
-            yield f"runs: {name} gives {', '.join(sorted(set(given) & set(OWN)))}, which the study decides"
-    if study.baseline and study.baseline not in study.runs:
-        yield f"baseline={study.baseline} is no run; there are {', '.join(study.runs)}"
-    for key, pictures in (("curves", study.curves), ("points", study.points)):
-        for name, metrics in pictures.items():
-            names = isinstance(metrics, list) and all(isinstance(metric, str) for metric in metrics)
-            if not names or not metrics or (key == "points" and len(metrics) != 2):
-                many = "two metrics" if key == "points" else "metrics"
-                yield f"{key}: {name}: {metrics!r} must be a list of {many}"
-    for name, words in study.evaluate.items():
-        first = shlex.split(words)[:1] if isinstance(words, str) else []
-        if not re.fullmatch(NAME, str(name)) or not first or first[0] not in (*EVALUATIONS, "--tasks"):
-            yield f"evaluate: {name}: {words!r} must begin with {', '.join(EVALUATIONS)} or --tasks"
 
 
 def config_hash(config: RunConfig) -> str:
     """Names what a run learns from: every field that bears on it. A path is a name; the data behind it is not read."""
     tree = {name: value for name, value in asdict(config).items() if name not in OF_NO_EFFECT}
+    if config.checkpoint.init_from is not None:  # of its section the one field that is learned from
+        tree["init_from"] = config.checkpoint.init_from
     for place in ("num_workers", "path_to_cache"):
         tree["data"].pop(place)
     text = json.dumps(tree, sort_keys=True, default=str)
@@ -204,7 +131,8 @@ def data_identity(config: RunConfig) -> dict[str, Any] | None:
 
     A path is a name; this is what stands behind it, so that a study is not continued on other data.
     """
-    prefixes = [*config.data.train, *(prefix for part in config.data.validation.values() for prefix in part)]
+    prefixes = [entry.split()[-1] for entry in config.data.train]  # an entry may begin with its weight
+    prefixes += [prefix for part in config.data.validation.values() for prefix in part]
     found: dict[str, Any] = {}
     for prefix in prefixes:
         manifest = read_manifest(prefix)

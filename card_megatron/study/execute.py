@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import queue
 import signal
@@ -9,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,8 @@ from typing import Any
 from card_megatron.config.errors import CardError, ConfigError
 from card_megatron.evaluation.report import write_json
 from card_megatron.study.definition import Study, StudyRun, data_identity
-from card_megatron.study.record import (
-    collect,
-    earlier_record,
-    evaluation_path,
-    is_evaluated,
-    note_origin,
-    record_of,
-)
+from card_megatron.study.record import collect, earlier_record, evaluation_path, is_evaluated, note_origin
+from card_megatron.study.stored import read_record, record_of
 from card_megatron.training.status import read_status
 
 LOOK_SECONDS = 1.0
@@ -62,6 +58,31 @@ def missing_evaluations(study: Study, record: dict[str, Any] | None) -> dict[str
     return {name: words for name, words in study.evaluations().items() if known.get(name, {}).get("arguments") != words}
 
 
+def why_again(study: Study, run: StudyRun) -> str:
+    """For an evaluation that its record lacks, a run that is not here is trained once more: hours, so it is said."""
+    path = study.result_path(run)
+    if not path.is_file() or is_trained(run):
+        return ""
+    missing = missing_evaluations(study, read_record(path))
+    return f"trained once more, since its record has no {', '.join(missing)} and its run is not here" if missing else ""
+
+
+@contextmanager
+def held(run: StudyRun) -> Iterator[None]:
+    """One `card study run` at a time has a run; several may share a study."""
+    run.run_dir.mkdir(parents=True, exist_ok=True)
+    with (run.run_dir / "study.lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another `card study run` has {run.run_dir}; wait for it, or leave the run out: --only"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+
+
 def is_trained(run: StudyRun) -> bool:
     try:
         return read_status(run.run_dir).state == "complete"
@@ -74,7 +95,7 @@ class Executor:
 
     def __init__(self, study: Study, runs: Sequence[StudyRun], *, jobs: int, threads: int, minutes: float | None):
         self.study, self.jobs, self.threads, self.minutes = study, jobs, threads, minutes
-        self.progress = [Progress(run) for run in runs]
+        self.progress = [Progress(run, why=why_again(study, run)) for run in runs]
         self.waiting: queue.SimpleQueue[Progress] = queue.SimpleQueue()
         for item in self.progress:
             if is_done(study, item.run):
@@ -87,7 +108,10 @@ class Executor:
 
     def run(self, show: Callable[[Sequence[Progress]], None]) -> bool:
         """Until all is done or stopped; true where nothing is left to do."""
-        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup stays what it is
+            numbers.append(signal.SIGHUP)
+        handlers = {number: signal.signal(number, self._on_signal) for number in numbers}
         workers = [threading.Thread(target=self._work, daemon=True) for _ in range(self.jobs)]
         end = None if self.minutes is None else time.monotonic() + 60 * self.minutes
         try:
@@ -99,6 +123,10 @@ class Executor:
                     self.stop("the time is over")
                 time.sleep(LOOK_SECONDS)
         finally:
+            if any(worker.is_alive() for worker in workers):  # this loop broke: no run goes on without it
+                self.stop("an error")
+                for worker in workers:
+                    worker.join()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         show(self.progress)
@@ -125,8 +153,9 @@ class Executor:
             except queue.Empty:
                 return
             try:
-                self._finish(item)
-                item.state = "done"
+                with held(item.run):
+                    self._finish(item)
+                item.state, item.why = "done", ""
             except _Stopped:
                 item.state = "stopped"
             except Exception as error:  # one run that fails does not take the others with it
@@ -136,14 +165,13 @@ class Executor:
         run = item.run
         if not is_trained(run):
             item.state = "training"
-            run.run_dir.mkdir(parents=True, exist_ok=True)
             note_origin(run)
             self._call(item, ["train", *run.options()])
             if not is_trained(run):
                 raise _Stopped if self.stopping.is_set() else ConfigError(f"it is not complete; see {log_of(run)}")
         for name, words in missing_evaluations(self.study, earlier_record(self.study, run)).items():
             output = evaluation_path(run, name, words)
-            if not is_evaluated(output, words):  # by a job of SLURM, or by an earlier start
+            if not is_evaluated(run, output, words):  # by a job of SLURM, or by an earlier start
                 item.state = f"evaluating {name}"
                 self._call(item, ["eval", *evaluation_arguments(words, run, output)])
         write_json(self.study.result_path(run), collect(self.study, run))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from card_megatron.config.errors import ConfigError
-from card_megatron.study.definition import Study
+from card_megatron.config.keys import suggestion
+from card_megatron.study.definition import Study, StudyRun
 from card_megatron.study.intervals import Interval, crossings, paired, pooled
-from card_megatron.study.record import record_of
+from card_megatron.study.stored import record_of
 
 STRATEGY = " · "
 """Between a metric of generated text and the strategy that wrote it."""
@@ -28,9 +30,14 @@ class Findings:
         cells = {seed: record["cells"].get(metric) for seed, record in self.records.get(run, {}).items()}
         return {seed: cell["value"] for seed, cell in cells.items() if cell and cell["value"] is not None}
 
+    def not_finite(self, run: str, metric: str) -> list[int]:
+        """Seeds of which it was measured and is no number: they diverged."""
+        records = self.records.get(run, {})
+        return [seed for seed in records if records[seed]["cells"].get(metric, {"value": 0})["value"] is None]
+
     def bound(self, run: str, metric: str) -> str:
         cells = [record["cells"].get(metric, {}) for record in self.records.get(run, {}).values()]
-        return next((cell["bound"] for cell in cells if cell.get("bound")), "")
+        return ", ".join(dict.fromkeys(cell["bound"] for cell in cells if cell.get("bound")))
 
     def columns(self) -> dict[str, str]:
         if self.study.columns:
@@ -39,18 +46,41 @@ class Findings:
 
 
 def read_findings(study: Study) -> Findings:
-    """Whatever is finished of a study."""
+    """Whatever is finished of a study, refused where parts of it cannot stand side by side."""
     found: dict[str, dict[int, dict[str, Any]]] = {}
+    known: dict[str, tuple[Any, str]] = {}
     for run in study.grid():
         if study.result_path(run).is_file():
-            found.setdefault(run.name, {})[run.seed] = record_of(study, run, run.load())
+            record = record_of(study, run, run.load())
+            refuse_other_words(study, run, record)
+            for prefix, identity in (record.get("data") or {}).items():
+                first, label = known.setdefault(prefix, (identity, run.label))
+                if first != identity:
+                    raise ConfigError(
+                        f"{prefix} was {first} when {label} was trained, and {identity} for {run.label}: runs on other "
+                        "data are not compared; train them on the same"
+                    )
+            found.setdefault(run.name, {})[run.seed] = record
     if not found:
         raise ConfigError(f"{study.path.parent / study.results} has no record of {study.path}; run the study first")
     return Findings(study, found)
 
 
+def refuse_other_words(study: Study, run: StudyRun, record: Mapping[str, Any]) -> None:
+    for name, words in study.evaluations().items():
+        known = record["evaluations"].get(name, {}).get("arguments", words)
+        if known != words:
+            raise ConfigError(
+                f"{study.result_path(run)}: {name} was measured by other words ({' '.join(known)}) than {study.path} "
+                "declares; `card study run` measures it again"
+            )
+
+
+PERPLEXITY = re.compile(r"(ppl|perplexity)\b", re.IGNORECASE)
+
+
 def is_perplexity(metric: str) -> bool:
-    return metric.endswith((" ppl", " perplexity"))
+    return PERPLEXITY.search(metric.partition(STRATEGY)[0]) is not None
 
 
 def differences(findings: Findings, metric: str) -> dict[str, Interval]:
@@ -69,40 +99,72 @@ def cell_names(findings: Findings) -> list[str]:
     return [name for runs in findings.records.values() for record in runs.values() for name in record["cells"]]
 
 
-def curve_of(record: Mapping[str, Any], metrics: list[str], epochs: bool) -> list[tuple[float, float]]:
-    """(tokens or epochs, value) of the first metric that the record has."""
+def unknown_metrics(findings: Findings) -> dict[str, str]:
+    """What the study shows and no record has, not measured yet or misspelt: name -> what may be meant."""
+    study = findings.study
+    cells = {name.partition(STRATEGY)[0] for name in cell_names(findings)} | {*cell_names(findings)}
+    curves = {name for runs in findings.records.values() for record in runs.values() for name in record["curves"]}
+    shown = [*((name, cells) for name in study.columns.values())]
+    shown += [(name, cells) for metrics in study.points.values() for name in metrics]
+    found = {name: suggestion(name, known) for name, known in shown if name not in known}
+    for metrics in study.curves.values():
+        if not curves & {*metrics}:
+            found[" or ".join(metrics)] = suggestion(metrics[0], curves)
+    return found
+
+
+def curve_of(findings: Findings, run: str, seed: int, metrics: list[str]) -> dict[int, tuple[float, float]]:
+    """Tokens -> (tokens or epochs, value) of the first metric that the record has, without what is no number."""
     for metric in metrics:
-        found = record["curves"].get(metric)
-        if found and (not epochs or found["epochs"]):
-            return [*zip(found["epochs" if epochs else "tokens"], found["values"], strict=True)]
-    return []
+        found = findings.records[run][seed]["curves"].get(metric)
+        if found:
+            across = found["epochs" if findings.study.epochs else "tokens"]
+            if across is None:
+                raise ConfigError(
+                    f"{run}-s{seed} has no epochs: it was recorded where its data was not. Run the study where it is"
+                )
+            points = zip(found["tokens"], across, found["values"], strict=True)
+            return {tokens: (place, value) for tokens, place, value in points if value is not None}
+    return {}
 
 
-def mean_curve(findings: Findings, run: str, metrics: list[str]) -> list[tuple[float, float]]:
-    """Over the seeds, at the places that all of them have."""
-    curves = [dict(curve_of(record, metrics, findings.study.epochs)) for record in findings.records[run].values()]
-    shared = [place for place in curves[0] if all(place in curve for curve in curves)]
-    return [(place, sum(curve[place] for curve in curves) / len(curves)) for place in sorted(shared)]
+def mean_curve(
+    findings: Findings, run: str, metrics: list[str], seeds: Iterable[int] | None = None
+) -> list[tuple[float, float]]:
+    """Over the seeds (all that the run has), at the places that all of them have."""
+    chosen = findings.records[run] if seeds is None else seeds
+    curves = [curve_of(findings, run, seed, metrics) for seed in chosen]
+    shared = sorted(tokens for tokens in curves[0] if all(tokens in curve for curve in curves)) if curves else []
+    return [(curves[0][tokens][0], sum(curve[tokens][1] for curve in curves) / len(curves)) for tokens in shared]
 
 
-def first_record(findings: Findings, run: str) -> dict[str, Any]:
-    return next(iter(findings.records[run].values()))
+def drawn_metric(findings: Findings, run: str, metrics: list[str]) -> str:
+    """The first of them that the run has."""
+    known = next(iter(findings.records[run].values()))["curves"]
+    return next((metric for metric in metrics if metric in known), "")
+
+
+def curve_name(findings: Findings, run: str, metrics: list[str]) -> str:
+    """With what tells it from the others: that it is a bound, or of fewer seeds."""
+    seeds = {name: sorted(records) for name, records in findings.records.items()}
+    few = "" if all(one == seeds[run] for one in seeds.values()) else f" (seed {', '.join(map(str, seeds[run]))})"
+    return run + (" (bound)" if "bound" in drawn_metric(findings, run, metrics) else "") + few
 
 
 def crossing_points(findings: Findings, metrics: list[str]) -> Iterator[tuple[str, float, float]]:
-    """(run, epoch, value) where a run's mean curve falls below the baseline's."""
+    """(run, epoch, value) where a run's mean curve falls below the baseline's, over the seeds that both have."""
     baseline = findings.study.compared_with
     if not findings.study.epochs or baseline not in findings.records:
         return
-    theirs = mean_curve(findings, baseline, metrics)
-    for run in findings.records:
-        ours = mean_curve(findings, run, metrics)
-        for place in crossings(ours, theirs):
-            if run != baseline:
-                yield run, place, _between(ours, place)
+    for run, records in findings.records.items():
+        shared = [seed for seed in records if seed in findings.records[baseline]]
+        if run != baseline and shared:
+            ours, theirs = (mean_curve(findings, name, metrics, shared) for name in (run, baseline))
+            for place in crossings(ours, theirs):
+                yield run, place, between(ours, place)
 
 
-def _between(curve: list[tuple[float, float]], place: float) -> float:
+def between(curve: list[tuple[float, float]], place: float) -> float:
     for (left, before), (right, after) in pairwise(curve):
         if left <= place <= right:
             return before + (after - before) * (place - left) / (right - left)

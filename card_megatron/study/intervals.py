@@ -10,9 +10,12 @@ from itertools import pairwise
 
 import numpy as np
 
-STUDENT_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+STUDENT_95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
 """Two-sided 95% quantiles of Student's t for 1, 2, ... degrees of freedom."""
-NORMAL_95 = 1.960
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,9 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def student_95(freedom: int) -> float:
-    return STUDENT_95[freedom - 1] if freedom <= len(STUDENT_95) else NORMAL_95
+    if freedom <= len(STUDENT_95):
+        return STUDENT_95[freedom - 1]
+    return 1.959964 + 2.37227 / freedom + 2.8225 / freedom**2  # Cornish-Fisher: right to 4 digits from here on
 
 
 def paired(values: Mapping[int, float], baseline: Mapping[int, float]) -> Interval | None:
@@ -83,8 +88,9 @@ def crossings(ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float,
     """Where a curve falls below another, by straight lines between points that both have; the abscissas in order."""
     other = dict(theirs)
     points = [(place, value - other[place]) for place, value in ours if place in other]
-    found = []
+    found, above = [], False
     for (left, before), (right, after) in pairwise(points):
-        if before > 0 >= after:
+        above = before > 0 or (above and before == 0)  # a curve that touches the other and turns back does not cross
+        if above and after < 0:
             found.append(left + (right - left) * before / (before - after))
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 from card_megatron.evaluation.compare import arrow
 from card_megatron.evaluation.curves import scale
 from card_megatron.evaluation.report import picture
-from card_megatron.study.findings import STRATEGY, Findings, crossing_points, curve_of, first_record, mean_curve
+from card_megatron.study.findings import STRATEGY, Findings, crossing_points, curve_name, curve_of, mean_curve
 
 
 def draw(findings: Findings, folder: Path) -> dict[str, str]:
@@ -17,7 +17,7 @@ def draw(findings: Findings, folder: Path) -> dict[str, str]:
     drawn = {}
     for declared, drawer in ((study.curves, draw_curves), (study.points, draw_points)):
         for name, metrics in declared.items():
-            path = folder / f"{study.name}_{name.replace(' ', '_')}.png"
+            path = folder / study.picture_file(name)
             if drawer(findings, name, metrics, path):
                 drawn[name] = path.name
     return drawn
@@ -32,11 +32,10 @@ def draw_curves(findings: Findings, name: str, metrics: list[str], path: Path) -
     with picture(path, f"{findings.study.title}: {name}", "epochs" if epochs else "tokens", name) as axes:
         scale(axes, metrics[0])
         for run, curve in known.items():
-            drawn = next(metric for metric in metrics if metric in first_record(findings, run)["curves"])
-            (line,) = axes.plot(*zip(*curve, strict=True), ".-", label=run + (" (bound)" if "bound" in drawn else ""))
+            (line,) = axes.plot(*zip(*curve, strict=True), ".-", label=curve_name(findings, run, metrics))
             if len(findings.records[run]) > 1:
-                for record in findings.records[run].values():
-                    points = curve_of(record, metrics, epochs)
+                for seed in findings.records[run]:
+                    points = curve_of(findings, run, seed, metrics).values()
                     axes.plot(*zip(*points, strict=True), "-", alpha=0.3, linewidth=0.8, color=line.get_color())
             if epochs:
                 best = min(curve, key=lambda point: point[1])

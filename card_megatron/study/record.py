@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from card_megatron.config.errors import ConfigError
-from card_megatron.config.schema import RunConfig
-from card_megatron.evaluation.compare import Comparison
+from card_megatron.evaluation.compare import Cell, Comparison, run_cells
 from card_megatron.evaluation.report import write_json
 from card_megatron.evaluation.runs import Run, read_run
 from card_megatron.study.definition import Study, StudyRun, config_hash, data_identity
+from card_megatron.study.stored import KIND, read_record
 from card_megatron.version import __version__
 
-KIND = "study_run"
 ORIGIN = "origin.json"
 """In a run directory: the commit and the machine that a study began it with."""
 POINTS = 100
@@ -38,9 +37,33 @@ def evaluation_path(run: StudyRun, name: str, words: Sequence[str]) -> Path:
     return run.run_dir / "study" / (f"{name}-{digest}" + ("" if words[0] == "generation" else ".json"))
 
 
-def is_evaluated(path: Path, words: Sequence[str]) -> bool:
-    """Its output is there, whole: of perplexities it may be a part, with which the command goes on by itself."""
-    return words[0] != "perplexity" and (path / "generation.json" if words[0] == "generation" else path).is_file()
+def is_evaluated(run: StudyRun, path: Path, words: Sequence[str]) -> bool:
+    """Its output is there, whole, and of the last checkpoint; of perplexities it may be a part: its command goes on."""
+    if words[0] == "perplexity" or not (path / "generation.json" if words[0] == "generation" else path).is_file():
+        return False
+    return steps_of(run, path) <= {None, read_run(run.run_dir).last_step}
+
+
+def steps_of(run: StudyRun, path: Path) -> set[int | None]:
+    """The checkpoints of a run that an evaluation looked at; refuses one that looked at another model."""
+    read = Comparison()
+    read.add(str(path))
+    for row in read.rows:
+        if row.source[0] != run.run_dir.resolve():
+            raise ConfigError(
+                f"{path} is of {row.source[0]}, and not of {run.run_dir}: an evaluation of a study is given no model"
+            )
+    return {row.source[1] for row in read.rows}
+
+
+def cells_of(run: StudyRun, path: Path) -> dict[str, Cell]:
+    read = Comparison()
+    read.add(str(path))
+    return {
+        f"{name} · {more}" if (more := row.source[2]) else name: cell
+        for row in read.rows
+        for name, cell in row.cells.items()
+    }
 
 
 def note_origin(run: StudyRun) -> None:
@@ -77,21 +100,24 @@ def collect(study: Study, run: StudyRun) -> dict[str, Any]:
     """The record of a finished run, from its directory and the evaluations of this study and of others."""
     found = read_run(run.run_dir)
     refuse_other_configuration(run, found)
-    comparison = Comparison()
-    comparison.add(f"{run.label}={run.run_dir}")
-    evaluations: dict[str, Any] = {}
-    earlier = earlier_record(study, run)
+    cells = as_json(run_cells(found)) | draft_cells(found) | gradient_cells(found)
+    evaluations = kept_evaluations(study, run)
     for name, words in study.evaluations().items():
-        path = evaluation_path(run, name, words)
-        if earlier is None or path.exists():  # else it is in the record, from another place
-            comparison.add(f"{run.label}={path}")
-        evaluations[name] = {"arguments": words}
-    cells = {
-        f"{name} · {more}" if (more := row.source[2]) else name: cell
-        for row in comparison.rows
-        for name, cell in row.cells.items()
-    }
-    steps = found.last_step
+        if name not in evaluations:
+            path = evaluation_path(run, name, words)
+            if not steps_of(run, path) <= {None, found.last_step}:
+                raise ConfigError(f"{path} is of another checkpoint than the last one, {found.last_step}; delete it")
+            evaluations[name] = {"arguments": words, "cells": as_json(cells_of(run, path))}
+    for name, evaluation in evaluations.items():
+        twice = sorted(set(cells) & set(evaluation["cells"]))
+        if twice:
+            raise ConfigError(
+                f"evaluation {name} of {run.label} gives {', '.join(twice)}, which stands there already: call its sets "
+                "by other names (NAME=PATH)"
+            )
+        cells |= evaluation["cells"]
+    origin_of = run.run_dir / ORIGIN
+    unknown = {"version": None, "commit": None, "machine": None}  # begun by `card train` itself
     return {
         "kind": KIND,
         "run": run.name,
@@ -100,20 +126,38 @@ def collect(study: Study, run: StudyRun) -> dict[str, Any]:
         "data": data_identity(run.load()),
         "objective": found.config.objective.name,
         "given": run.given,
-        "steps": steps,
-        "tokens": found.tokens_at([steps])[0],
+        "steps": found.last_step,
+        "tokens": found.tokens_at([found.last_step])[0],
         "hours": round(training_seconds(run.run_dir) / 3600, 4),
-        **json.loads((run.run_dir / ORIGIN).read_text("utf-8")),
-        # of another study that shares this run
-        "evaluations": (earlier or {}).get("evaluations", {}) | evaluations,
-        "cells": (earlier or {}).get("cells", {})
-        | draft_cells(found)
-        | gradient_cells(found)
-        | {
-            name: {"value": cell.value, "stderr": cell.stderr, **({"bound": cell.bound} if cell.bound else {})}
-            for name, cell in cells.items()
+        **(json.loads(origin_of.read_text("utf-8")) if origin_of.is_file() else unknown),
+        "evaluations": {
+            name: {"arguments": evaluation["arguments"], "cells": [*evaluation["cells"]]}
+            for name, evaluation in evaluations.items()
         },
+        "cells": cells,
         "curves": curves(found),
+    }
+
+
+def kept_evaluations(study: Study, run: StudyRun) -> dict[str, dict[str, Any]]:
+    """Of the record that this training has already, with their cells: what this study or others asked for before."""
+    known, declared = earlier_record(study, run), study.evaluations()
+    if known is None:
+        return {}
+    return {
+        name: {
+            "arguments": evaluation["arguments"],
+            "cells": {cell: known["cells"][cell] for cell in evaluation["cells"]},
+        }
+        for name, evaluation in known["evaluations"].items()
+        if declared.get(name, evaluation["arguments"]) == evaluation["arguments"]
+    }
+
+
+def as_json(cells: dict[str, Cell]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"value": cell.value, "stderr": cell.stderr, **({"bound": cell.bound} if cell.bound else {})}
+        for name, cell in cells.items()
     }
 
 
@@ -139,28 +183,6 @@ def refuse_other_configuration(run: StudyRun, found: Run) -> None:
             f"`card config {' '.join(run.options())}` beside its config.yaml shows what differs. Move it away, or "
             "declare it as it was"
         )
-
-
-def record_of(study: Study, run: StudyRun, config: RunConfig) -> dict[str, Any]:
-    """The record of a run, refused where it is of something else than the study declares now."""
-    path = study.result_path(run)
-    record = read_record(path)
-    if record["config_hash"] != config_hash(config):
-        raise ConfigError(
-            f"{path} is of another configuration ({record['config_hash']}) than {study.path} declares "
-            f"({config_hash(config)}); move it away with its run, or declare the run as it was"
-        )
-    return record
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    try:
-        record = json.loads(path.read_text("utf-8"))
-        if record["kind"] == KIND:
-            return record
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise ConfigError(f"{path} is no record of a study's run; move it away")
 
 
 def training_seconds(run_dir: Path) -> float:

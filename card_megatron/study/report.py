@@ -14,6 +14,7 @@ from card_megatron.study.findings import (
     Findings,
     cell_names,
     crossing_points,
+    curve_name,
     differences,
     is_perplexity,
     mean_curve,
@@ -23,7 +24,8 @@ from card_megatron.study.intervals import Interval, interval
 ABOUT = """Means over seeds with 95% intervals (Student's t over seeds; the same held-out texts for all). Perplexities
 are averaged and compared as their logarithms, nats per token: a mean is geometric, with its interval in brackets, and
 a difference is a ratio beside its nats. {differences}
-It counts where its interval leaves 0 out; else it reads *no difference seen*."""
+It counts where its interval leaves 0 out; else it reads *no difference seen*. Where a run has
+but a bound (≤), so has its difference: it may be smaller, or none."""
 PAIRED = "A difference is paired by seed."
 POOLED = """A difference is paired by seed. All differences of a column share one spread, that of its runs
 around run + seed, since they are variants of one another."""
@@ -78,7 +80,7 @@ def visible(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def mean_cell(findings: Findings, run: str, metric: str) -> str:
     values = findings.values(run, metric)
     if not values:
-        return NOTHING
+        return "not finite" if findings.not_finite(run, metric) else NOTHING
     bound = findings.bound(run, metric)
     if is_perplexity(metric):
         known = interval([math.log(value) for value in values.values()])
@@ -88,6 +90,9 @@ def mean_cell(findings: Findings, run: str, metric: str) -> str:
     else:
         known = interval([*values.values()])
         text = shown(known.mean, known.half)
+    lost = findings.not_finite(run, metric)
+    if lost:
+        text += f"; of seed {', '.join(map(str, lost))} not finite"
     return f"{'≤ ' if bound and arrow(metric) == '↓' else ''}{text}{f' ({bound})' if bound else ''}"
 
 
@@ -102,7 +107,9 @@ def differences_table(findings: Findings) -> str:
         [
             name,
             *(
-                verdict(found[metric][name], ratio=is_perplexity(metric)) if name in found[metric] else NOTHING
+                verdict(found[metric][name], is_perplexity(metric), relation(findings, name, metric))
+                if name in found[metric]
+                else NOTHING
                 for metric in columns.values()
             ),
         ]
@@ -111,10 +118,19 @@ def differences_table(findings: Findings) -> str:
     return f"Difference from `{baseline}`:\n\n" + markdown_table(["run", *columns], rows)
 
 
-def verdict(difference: Interval, *, ratio: bool = False) -> str:
+def relation(findings: Findings, run: str, metric: str) -> str:
+    """What bounds make of a difference from the baseline: at most this, at least this, or neither can be said."""
+    if arrow(metric) != "↓":
+        return ""
+    ours, theirs = (bool(findings.bound(name, metric)) for name in (run, findings.study.compared_with))
+    return {(True, False): "≤ ", (False, True): "≥ ", (True, True): "of bounds: "}.get((ours, theirs), "")
+
+
+def verdict(difference: Interval, ratio: bool = False, relation: str = "") -> str:
     text = f"{'+' if difference.mean > 0 else ''}{shown(difference.mean, difference.half)}"
     if ratio:
         text = f"x {math.exp(difference.mean):.3f} ({text} nats)"
+    text = relation + text
     if difference.apart_from_zero is None:
         return f"{text}, one seed"
     return text if difference.apart_from_zero else f"no difference seen: {text}"
@@ -153,7 +169,7 @@ def origins(findings: Findings) -> str:
     """Where every number comes from."""
     rows = [
         [
-            *(f"{name}-s{seed}", record["config_hash"], record["commit"] or NOTHING, record["machine"]),
+            *(f"{name}-s{seed}", record["config_hash"], record["commit"] or NOTHING, record["machine"] or NOTHING),
             *(f"{record['tokens']:,}", f"{record['hours']:.2f}"),
         ]
         for name, runs in findings.records.items()
@@ -178,7 +194,15 @@ def crossings_text(findings: Findings) -> str:
                 epoch, value = min(curve, key=lambda point: point[1])
                 passes = ", ".join(f"{place:.1f}" for place in crossed.get(run, [])) or NOTHING
                 rows.append(
-                    [name, run, shown(value), f"{epoch:.1f}", shown(curve[-1][1]), f"{curve[-1][0]:.1f}", passes]
+                    [
+                        name,
+                        curve_name(findings, run, metrics),
+                        shown(value),
+                        f"{epoch:.1f}",
+                        shown(curve[-1][1]),
+                        f"{curve[-1][0]:.1f}",
+                        passes,
+                    ]
                 )
     header = ["curve", "run", "best", "at epoch", "last", "at epoch", f"falls below {findings.study.compared_with} at"]
     return markdown_table(header, rows, left=2)

@@ -281,6 +281,7 @@ class Loop:
         state, config = self.state, self.config
         known = self.run_dir / "summary.json"
         if known.is_file() and json.loads(known.read_text())["steps"] == state.step:
+            self.events("finished", step=state.step)  # this start ends, too: its last word must not be that it began
             recorder.say(f"{self.run_dir} is complete at step {state.step}; raise train.train_iters to go on")
             return json.loads(known.read_text())
         summary = {

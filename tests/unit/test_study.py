@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +20,16 @@ import yaml
 from card_megatron.cli import main as card
 from card_megatron.config.errors import ConfigError
 from card_megatron.study import execute
-from card_megatron.study.definition import config_hash, read_study
+from card_megatron.study import record as recording
+from card_megatron.study.definition import StudyRun, config_hash, data_identity
 from card_megatron.study.execute import is_done
-from card_megatron.study.findings import read_findings
+from card_megatron.study.findings import is_perplexity, read_findings, unknown_metrics
 from card_megatron.study.intervals import crossings, interval, paired, pooled
 from card_megatron.study.pictures import draw, points
+from card_megatron.study.reading import read_study
 from card_megatron.study.record import evaluation_path, gradient_cells, is_evaluated, thinned
-from card_megatron.study.report import report
+from card_megatron.study.report import mean_cell, report
+from card_megatron.study.stored import read_record
 from card_megatron.study.summary import summary
 from tests.curves import BASE
 
@@ -70,7 +74,14 @@ def test_the_grid_is_whole_seed_by_seed(tmp_path):
         ({"config": "elsewhere.yaml"}, "config=elsewhere.yaml is not beside it"),
         ({"seeds": [1, 1]}, "must be different whole numbers"),
         ({"seeds": [True]}, "must be different whole numbers"),
-        ({"every": [1]}, "every=.* must be a dict"),
+        ({"every": [1]}, "every must be a mapping of names; it is a list"),
+        ({"seeds": 1}, "seeds=1 must be a list"),
+        ({"runs": {True: {}}}, "runs: True is no name; YAML reads it as a bool: quote it"),
+        ({"runs": {"a": False}}, r"a must be \{section.key: value\}; it is False"),
+        ({"runs": {"every": 3}}, r"every must be \{section.key: value\}; it is 3"),
+        ({"columns": {"nll": 5}}, "columns: nll: 5 is no metric"),
+        ({"curves": {"a b": ["x"]}, "points": {"a_b": ["x", "y"]}}, "'a b' has the file study_a_b.png, and another"),
+        ({"evaluate": {"x": "perplexity --data 'a=b"}}, "must begin with .*, and be whole"),
         ({"runs": {"a b": {}}}, "'a b' is no name for a folder"),
         ({"runs": {"a": {"seed": 3}}}, "a gives seed, which the study decides"),
         ({"every": {"run_dir": "x"}}, "every gives run_dir, which the study decides"),
@@ -100,6 +111,7 @@ def test_the_hash_is_of_what_a_run_learns_from(tmp_path):
     assert hashed(**{"logging.interval": 3, "checkpoint.interval": 7, "data.num_workers": 0}) == same
     assert hashed(**{"objective.tail_factor": 2.0}) != same
     assert hashed(**{"train.train_iters": 3}) != same
+    assert hashed(**{"checkpoint.init_from": "weights"}) != same, "of its section the one that is learned from"
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
@@ -123,7 +135,7 @@ def test_intervals_are_student_s():
     assert (two.mean, two.half) == pytest.approx((2.0, 12.706))  # t(1) x sqrt(2) / sqrt(2)
     five = interval([1.0, 2.0, 3.0, 4.0, 5.0])
     assert five.half == pytest.approx(2.776 * math.sqrt(2.5 / 5)) and five.apart_from_zero
-    assert interval([float(n % 2) for n in range(40)]).half == pytest.approx(1.960 * 0.50637 / math.sqrt(40), rel=1e-4)
+    assert interval([float(n % 2) for n in range(40)]).half == pytest.approx(2.0227 * 0.50637 / math.sqrt(40), rel=1e-4)
 
 
 def test_differences_are_paired_by_seed():
@@ -154,6 +166,9 @@ def test_crossings_are_where_a_curve_falls_below_the_other():
     ours, theirs = [(0, 3.0), (1, 2.0), (2, 1.0), (3, 2.0), (4, 0.0)], [(n, 1.5) for n in range(5)]
     assert crossings(ours, theirs) == pytest.approx([1.5, 3.25])
     assert crossings(theirs, theirs) == []
+    flat = [(n, 1.0) for n in range(4)]
+    assert crossings([(0, 2.0), (1, 1.0), (2, 2.0), (3, 1.0)], flat) == [], "to touch is not to cross"
+    assert crossings([(0, 2.0), (1, 1.0), (2, 1.0), (3, 0.5)], flat) == [2.0]
 
 
 # ---------------------------------------------------------------- records and report
@@ -164,7 +179,7 @@ def record_of(run: str, seed: int, cells: dict[str, Any], curve: list[float] = (
         "validation/v/clean_nll": {"tokens": [*range(len(curve))], "epochs": [*range(len(curve))], "values": [*curve]}
     }
     return {
-        **{"kind": "study_run", "run": run, "seed": seed, "objective": run, "tokens": 100},
+        **{"kind": "study_run", "run": run, "seed": seed, "objective": run, "tokens": 100, "steps": 1},
         **{"hours": 0.5, "commit": "abc", "machine": "m", "evaluations": {}, "curves": curves if curve else {}},
         "cells": {name: value if isinstance(value, dict) else {"value": value} for name, value in cells.items()},
         **more,
@@ -237,6 +252,55 @@ def test_a_study_of_variants_pools_their_spread(tmp_path):
     assert " +0.4500 ± 0.1837 |" in together and "seen: +0.4500" not in together and "share one spread" in together
 
 
+def test_what_a_bound_and_a_diverged_seed_say_is_said(tmp_path):
+    study = study_with(
+        tmp_path,
+        [
+            *(record_of("arm", seed, {"x ppl": value, "y ppl": 3.0}) for seed, value in ((1, None), (2, 20.0))),
+            *(record_of("mdlm", seed, {"x ppl": {"value": 40.0, "bound": f"ELBO, {seed} samples"}}) for seed in (1, 2)),
+        ],
+        runs={"arm": {}, "mdlm": {}},
+    )
+    page = report(read_findings(study), {})
+    assert " 20.00; of seed 1 not finite |" in page, "a run that diverged does not look better for it"
+    assert "≤ 40.00 [40.00, 40.00] (ELBO, 1 samples, ELBO, 2 samples)" in page
+    assert "≤ x 2.000 (+0.6931 nats), one seed" in page
+
+
+def test_both_kinds_of_perplexity_are_averaged_as_logarithms(tmp_path):
+    metrics = ("Gen PPL (judge) · ar", "wikitext word_perplexity", "books ppl")
+    records = [record_of("arm", seed, dict.fromkeys(metrics, value)) for seed, value in ((1, 10.0), (2, 1000.0))]
+    findings = read_findings(study_with(tmp_path, records, runs={"arm": {}}))
+    assert all(mean_cell(findings, "arm", metric).startswith("100.0 [") for metric in metrics)
+    assert not is_perplexity("repetition-4") and not is_perplexity("tok/s · confidence:ppl")
+
+
+def test_what_no_record_has_is_named(tmp_path):
+    columns = {"nll": "boks nll", "x": "books nll"}
+    records = [record_of("arm", 1, {"books nll": 1.0}, [1.0])]
+    study = study_with(tmp_path, records, columns=columns, curves={"c": ["validation/w/clean_nll"]})
+    assert unknown_metrics(read_findings(study)) == {
+        "boks nll": "; did you mean books nll?",
+        "validation/w/clean_nll": "; did you mean validation/v/clean_nll?",
+    }
+
+
+def test_curves_cross_over_the_seeds_that_both_have(tmp_path):
+    """A baseline's second seed, far above, must not make a crossing of a run that has the first alone."""
+    study = study_with(
+        tmp_path,
+        [
+            *(record_of("arm", seed, {}, curve) for seed, curve in ((1, [3.0, 2.0]), (2, [7.0, 6.0]))),
+            record_of("card", 1, {}, [3.1, 2.1]),
+        ],
+        epochs=True,
+        curves={"nll": ["validation/v/clean_nll"]},
+    )
+    page = report(read_findings(study), {})
+    row = next(line for line in page.splitlines() if "card (seed 1)" in line)
+    assert row.rstrip("| ").endswith("—") and "arm (seed 1, 2)" in page
+
+
 def test_decoding_strategies_stand_in_a_table_of_their_own(tmp_path):
     cells = {"tok/s · ar": 100.0, "tok/pass · ar": 1.0, "tok/s · verify:K=2": 150.0, "tok/pass · verify:K=2": 1.7}
     study = study_with(tmp_path, [record_of("card", 1, cells)], runs={"card": {}}, seeds=[1], columns={})
@@ -302,6 +366,50 @@ def test_records_of_something_else_are_refused(tmp_path):
         is_done(study, run)
 
 
+def test_records_that_cannot_stand_side_by_side_are_refused(tmp_path):
+    def findings(*records, **changes):
+        return read_findings(study_with(tmp_path, [*records], **changes))
+
+    data = {"p": {"documents": 1, "tokens": 2, "tokenizer": "t"}}
+    other = {"p": data["p"] | {"tokens": 3}}
+    with pytest.raises(ConfigError, match=r"p was .* when arm-s1 was trained, and .* for arm-s2"):
+        findings(record_of("arm", 1, {}, data=data), record_of("arm", 2, {}, data=other))
+    words = {"d": {"arguments": ["denoising", "--limit", "10"], "cells": []}}
+    with pytest.raises(ConfigError, match=r"d was measured by other words \(denoising --limit 10\)"):
+        findings(record_of("arm", 1, {}, evaluations=words), evaluate={"d": "denoising --limit 1000"})
+    study = study_with(tmp_path, [record_of("arm", 1, {})])
+    mine, its = (study.result_path(run) for run in study.grid(["arm-s1", "card-s1"]))
+    its.write_text(mine.read_text())
+    with pytest.raises(ConfigError, match="is the record of arm-s1, not of card-s1"):
+        read_findings(study)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"cells": {"nll": {"value": "2.0"}}},
+        {"cells": {"nll": 2.0}},
+        {"curves": {"loss": {"tokens": [1, 2], "epochs": None, "values": [1.0]}}},
+        {"tokens": None},
+        {"evaluations": {"d": {"arguments": [], "cells": ["nowhere"]}}},
+    ],
+)
+def test_a_damaged_record_is_no_traceback(tmp_path, damage):
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(record_of("arm", 1, {}, config_hash="h") | damage))
+    with pytest.raises(ConfigError, match="is no record of a study's run"):
+        read_record(path)
+
+
+def test_the_identity_of_data_looks_behind_the_weights_of_a_blend(tmp_path):
+    (tmp_path / "a.json").write_text(
+        json.dumps({"format": 1, "documents": 1, "tokens": 2, "tokenizer": {"sha256": "0" * 64}})
+    )
+    given = {"data.train": [f"0.5 {tmp_path}/a"], "data.validation": {}}
+    (run,) = read_study(write_study(tmp_path, runs={"card": given}, seeds=[1])).grid()
+    assert data_identity(run.load()) == {f"{tmp_path}/a": {"documents": 1, "tokens": 2, "tokenizer": "0" * 16}}
+
+
 def test_a_study_is_not_continued_on_other_data(tmp_path, monkeypatch):
     study = study_with(tmp_path, [])
     run = study.grid(["arm-s1"])[0]
@@ -316,20 +424,43 @@ def test_a_study_is_not_continued_on_other_data(tmp_path, monkeypatch):
         is_done(study, run)
 
 
-def test_an_evaluation_of_other_words_is_another_file(tmp_path):
-    run = read_study(write_study(tmp_path)).grid()[0]
+def test_an_evaluation_counts_where_it_is_of_these_words_this_run_and_its_last_checkpoint(tmp_path, monkeypatch):
+    run = StudyRun("arm", 1, tmp_path, tmp_path / "arm-s1", {})
     words = ["denoising", "--data", "a=b"]
     path = evaluation_path(run, "d", words)
     assert path != evaluation_path(run, "d", [*words, "--depth=2"])
-    there = tmp_path / path.name
-    assert not is_evaluated(there, words)
-    there.write_text("{}")
-    assert is_evaluated(there, words) and not is_evaluated(there, ["perplexity"]), "which may be a part"
-    folder = tmp_path / "generation"
-    folder.mkdir()
-    assert not is_evaluated(folder, ["generation"])
-    (folder / "generation.json").write_text("{}")
-    assert is_evaluated(folder, ["generation"])
+    monkeypatch.setattr(recording, "read_run", lambda path: SimpleNamespace(last_step=4))
+
+    def evaluated(model: str, path: Path = path, words: list[str] = words) -> bool:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        result = {"set": "x", "nll": [1.0], "nll_stderr": [None], "model_path": str(tmp_path / model)}
+        path.write_text(json.dumps({"kind": "denoising", "results": [result]}))
+        return is_evaluated(run, path, words)
+
+    assert not is_evaluated(run, path, words)
+    assert evaluated("arm-s1/checkpoints/step_000004")
+    assert not evaluated("arm-s1/checkpoints/step_000002"), "a run that ended early was evaluated, and went on"
+    assert not evaluated("arm-s1/checkpoints/step_000004", words=["perplexity"]), "which may be a part"
+    with pytest.raises(ConfigError, match=r"is of .*other, and not of .*arm-s1"):
+        evaluated("other/checkpoints/step_000004")
+
+
+def test_two_evaluations_do_not_share_a_cell(tmp_path, monkeypatch):
+    words = {"evaluate": {"short": "denoising --data x=b --window 16", "long": "denoising --data x=b --window 64"}}
+    study = read_study(write_study(tmp_path, runs={"arm": {}}, seeds=[1], **words))
+    study = replace(study, folder=str(tmp_path))
+    (run,) = study.grid()
+    monkeypatch.setattr(recording, "read_run", lambda path: SimpleNamespace(last_step=4, config=None, series={}))
+    monkeypatch.setattr(recording, "earlier_record", lambda *arguments: None)
+    for name in ("refuse_other_configuration", "run_cells", "draft_cells", "gradient_cells"):
+        monkeypatch.setattr(recording, name, lambda *arguments: {})
+    for name, words in study.evaluations().items():
+        path = evaluation_path(run, name, words)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        result = {"set": "x", "nll": [1.0], "nll_stderr": [None], "model_path": str(run.run_dir)}
+        path.write_text(json.dumps({"kind": "denoising", "results": [result]}))
+    with pytest.raises(ConfigError, match="evaluation short of arm-s1 gives x nll behind 0 masks, which stands there"):
+        recording.collect(study, run)
 
 
 def test_gradient_norms_are_compared_within_windows():
@@ -467,5 +598,31 @@ def test_jobs_of_a_study_are_those_of_card_launch(small, tmp_path):
         "card launch train --job-name=study-arm-s1 --nodes=1 --gpus-per-node=0 --config=base.yaml"
     )
     assert lines[5].startswith("card launch eval --job-name=study-card-s1-denoising ")
-    refused = card_study(tmp_path, "run", "study.yaml", "--slurm", "--nodes=1", "--job-name=x")
-    assert refused.returncode and "a study names its own jobs" in refused.stderr
+    for words, message in (
+        (("--slurm", "--nodes=1", "--job-name=x"), "a study names its own jobs"),
+        (("--slurm", "--chain", "3"), "evaluations follow one job"),
+        (("--jobs=2", "--slurm", "--nodes=1"), "--jobs is of runs on this machine"),
+        (("--slurm=x",), "--slurm takes no value of its own"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            card(["study", "run", str(tmp_path / "study.yaml"), *words])
+    (tmp_path / "text.txt").unlink()
+    with pytest.raises(SystemExit, match=r"perplexity: text.txt is not there"):
+        card(["study", "run", str(tmp_path / "study.yaml"), "--slurm", "--nodes=1", "--gpus-per-node=0"])
+
+
+def test_a_run_is_held_by_one_study_at_a_time(tmp_path):
+    run = StudyRun("arm", 1, tmp_path, tmp_path / "arm-s1", {})
+    with execute.held(run):
+        with pytest.raises(ConfigError, match=r"another `card study run` has .*arm-s1"), execute.held(run):
+            pass
+        with execute.held(replace(run, run_dir=tmp_path / "arm-s2")):
+            pass
+    with execute.held(run):
+        pass
+
+
+def test_training_once_more_for_an_evaluation_is_announced(tmp_path):
+    study = study_with(tmp_path, [record_of("arm", 1, {})], evaluate={"d": "denoising --data a=b"})
+    again, never = (execute.why_again(study, run) for run in study.grid(["arm-s1", "card-s1"]))
+    assert "trained once more, since its record has no d" in again and never == ""
