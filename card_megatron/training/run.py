@@ -48,6 +48,8 @@ def train_run(
         parallel_state.destroy_model_parallel()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        for _ in range(2):  # the first frees the graph that holds the weights, the second the rest
+            gc.collect()
 
 
 def opening_line(plan: Plan) -> str:
@@ -99,7 +101,7 @@ def build_and_train(plan: Plan, watchdog: Watchdog, console: bool, score_tasks: 
     from card_megatron.training.events import Events
     from card_megatron.training.loop import STOPPED, Loop
     from card_megatron.training.records import Recorder
-    from card_megatron.training.state import build_state
+    from card_megatron.training.state import build_state, release
 
     state = build_state(plan)
     run_dir, first = Path(plan.config.run_dir), plan.ranks.rank == 0
@@ -134,4 +136,5 @@ def build_and_train(plan: Plan, watchdog: Watchdog, console: bool, score_tasks: 
         loop.instruments.close(state.step)
         recorder.close()
         state.data = []  # ends the data workers
+        release(state)
         gc.unfreeze()  # what Saver froze for the time of the run

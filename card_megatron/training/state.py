@@ -184,6 +184,18 @@ def build_optimizer(config: RunConfig, model: list[Any]) -> tuple[Any, Optimizer
     return optimizer, scheduler
 
 
+def release(state: TrainState) -> None:
+    """Lets go of the model, so that it can be collected with its groups: a state that was released does not train.
+
+    Megatron hooks every chunk into autograd and keeps no handle. The hooks hold the chunk, and the optimizer holds
+    their nodes, through C++, where Python's collector does not look: a process that trains several times would keep
+    every model, and the threads of all its process groups, awake a hundred times a second.
+    """
+    for chunk in state.model:
+        for node in chunk.grad_accs:
+            node.register_hook(lambda *gradients: None).hooks_dict_ref().clear()
+
+
 def connect(state: TrainState) -> None:
     """Tell Megatron's schedules about the optimizer and the wrappers, through the fields that it has for that."""
     transformer_config, model, parallel = state.transformer_config, state.model, state.config.parallel

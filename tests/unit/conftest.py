@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from card_megatron.platform import Ranks
 from card_megatron.training.preflight import preflight
 from card_megatron.training.run import train_run
-from card_megatron.training.state import TrainState, build_state
+from card_megatron.training.state import TrainState, build_state, release
 from tests.curves import tiny_config
 
 pytest.register_assert_rewrite("tests.checkpoints")  # so that its asserts show values, as those of a test do
@@ -36,10 +36,15 @@ def train(corpus, tmp_path):
 def build(corpus, tmp_path):
     """Builds a state in a world of one, and leaves it again."""
 
+    made = []
+
     def make(*overrides: str) -> TrainState:
-        return build_state(preflight(tiny_config(corpus, tmp_path / "run", *TINY, *overrides), Ranks()))
+        made.append(build_state(preflight(tiny_config(corpus, tmp_path / "run", *TINY, *overrides), Ranks())))
+        return made[-1]
 
     yield make
+    for state in made:
+        release(state)
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
 

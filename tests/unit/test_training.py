@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import multiprocessing
@@ -22,7 +23,7 @@ from card_megatron.training.metrics import SUMS, make_report, read_report
 from card_megatron.training.preflight import preflight
 from card_megatron.training.records import Recorder
 from card_megatron.training.run import hold, train_run
-from card_megatron.training.state import build_state
+from card_megatron.training.state import build_state, release
 from card_megatron.training.step import train_step
 from tests.curves import tiny_config, train_curve
 
@@ -31,10 +32,15 @@ from tests.curves import tiny_config, train_curve
 def build(corpus, tmp_path):
     """Builds a state in a world of one, and leaves it again."""
 
+    made = []
+
     def make(*overrides):
-        return build_state(preflight(tiny_config(corpus, tmp_path / "run", *overrides), Ranks()))
+        made.append(build_state(preflight(tiny_config(corpus, tmp_path / "run", *overrides), Ranks())))
+        return made[-1]
 
     yield make
+    for state in made:
+        release(state)
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
 
@@ -276,3 +282,19 @@ def test_a_full_disk_loses_no_record(tmp_path, capsys):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
     assert "No space left on device; going on" in capsys.readouterr().out
+
+
+def test_a_run_leaves_no_model_and_no_threads_behind(corpus, tmp_path):
+    """Or a process that trains several times slows down: the groups of every run wake up a hundred times a second."""
+
+    def left() -> tuple[int, int]:
+        gc.collect()
+        models = sum(type(item).__name__ == "ObjectiveGPTModel" for item in gc.get_objects())
+        return models, len(list(Path("/proc/self/task").iterdir()))
+
+    train_run(tiny_config(corpus, tmp_path / "first", "--train.train_iters=3"), Ranks(), console=False)
+    models, threads = left()
+    train_run(tiny_config(corpus, tmp_path / "second", "--train.train_iters=3"), Ranks(), console=False)
+    models_later, threads_later = left()
+    assert models_later <= models
+    assert threads_later - threads < 10, "a run has some 17 groups of 3 threads each"
