@@ -42,8 +42,7 @@ def train(config: RunConfig, *, stop_at: int | None = None, stop_rank: int = 0, 
         signals.reset()
         watchdog.close()
         parallel_state.destroy_model_parallel()
-        for _ in range(2):
-            gc.collect()
+        gc.collect()
 
 
 def train_in_turn(turns: list[tuple[RunConfig, dict[str, Any]]]) -> list[dict]:

@@ -48,8 +48,8 @@ def train_run(
         parallel_state.destroy_model_parallel()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-        for _ in range(2):  # the first frees the graph that holds the weights, the second the rest
-            gc.collect()
+        del plan  # whose transformer configuration has functions of the state
+        gc.collect()  # model, optimizer and groups refer to each other: now, not when another run has no room
 
 
 def opening_line(plan: Plan) -> str:
