@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 from collections.abc import Sequence
 
@@ -70,6 +71,8 @@ def submit_all(study: Study, runs: Sequence[StudyRun], options: list[str], *, dr
 
 def queued_jobs() -> set[int]:
     """Of this user; empty where SLURM does not say."""
+    if shutil.which("squeue") is None:
+        return set()
     done = subprocess.run(["squeue", "--me", "--noheader", "--format=%A"], capture_output=True, text=True, timeout=60)
     return {int(word) for word in done.stdout.split() if word.isdigit()}
 
