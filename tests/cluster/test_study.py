@@ -34,7 +34,9 @@ def study(lab, *words: str) -> str:
 def test_runs_and_evaluations_are_jobs_that_the_study_collects(lab):
     (lab.folder / "study.yaml").write_text(STUDY)
     (lab.folder / "text.txt").write_text("The value of the name is a string, not a list of names. " * 20)
-    submitted = study(lab, "--slurm", "--nodes=1", "--gpus-per-node=0", "--time=10")
+    on_slurm = ("--slurm", "--nodes=1", "--gpus-per-node=0", "--time=10")
+    submitted = study(lab, *on_slurm)
+    assert "card-s1: left alone, its jobs are in the queue" in study(lab, *on_slurm)
     trains, evaluates = (int(number) for number in re.findall(r"card-s1: job (\d+) ", submitted))
     for job in (trains, evaluates):
         assert lab.cluster.wait_for_end(job, 240) == "COMPLETED", lab.story("study/card-s1")
