@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -95,6 +96,10 @@ def test_a_hang_ends_at_the_time_limit():
 
 
 def test_an_interrupt_ends_the_ranks_too():
-    threading.Timer(1.0, _thread.interrupt_main).start()
-    with pytest.raises(KeyboardInterrupt):
-        run_distributed(hang, 1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
+    try:
+        threading.Timer(1.0, _thread.interrupt_main).start()
+        with pytest.raises(KeyboardInterrupt):
+            run_distributed(hang, 1)
+    finally:
+        signal.signal(signal.SIGINT, before)
