@@ -35,22 +35,7 @@ pubmed/test.jsonl, lambada/lambada_test.jsonl; those that are missing are named"
 
 
 def run(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="card eval perplexity", description=DESCRIPTION)
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="run directory, checkpoint or exported folder")
-    parser.add_argument("--data", nargs="+", action="extend", default=[], metavar="NAME=PATH", help="sets to score")
-    parser.add_argument("--preset", choices=["paper"], help=PRESET)
-    parser.add_argument("--data-dir", type=Path, help="folder of a --preset")
-    parser.add_argument("--window", type=at_least(1), help="inputs of a pass (default: all positions of the model)")
-    parser.add_argument("--stride", type=at_least(1), help="tokens that a window adds (default: half of the window)")
-    parser.add_argument(
-        "--samples", type=at_least(2), default=8, help="mdlm, bd3lm: noise samples of each window (default: 8)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="mdlm, bd3lm: of the noise (default: 0)")
-    parser.add_argument("--limit", type=at_least(1), help="documents of each set (default: all)")
-    parser.add_argument("--output", type=Path, metavar="OUT.json", help="write results here, and a table beside it")
-    add_nproc(parser)
-    add_model_options(parser)
-    options = parser.parse_args(list(arguments))
+    options = parser().parse_args(list(arguments))
     sets, missing = read_sets(options)
     become_ranks(options, "perplexity", arguments)
     results = measure_all(options, sets, missing)
@@ -58,9 +43,36 @@ def run(arguments: Sequence[str]) -> None:
         print(results_table(results, missing), end="")
 
 
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="card eval perplexity", description=DESCRIPTION)
+    made.add_argument("models", nargs="+", metavar="MODEL", help="run directory, checkpoint or exported folder")
+    made.add_argument("--data", nargs="+", action="extend", default=[], metavar="NAME=PATH", help="sets to score")
+    made.add_argument("--preset", choices=["paper"], help=PRESET)
+    made.add_argument("--data-dir", type=Path, help="folder of a --preset")
+    made.add_argument("--window", type=at_least(1), help="inputs of a pass (default: all positions of the model)")
+    made.add_argument("--stride", type=at_least(1), help="tokens that a window adds (default: half of the window)")
+    made.add_argument(
+        "--samples", type=at_least(2), default=8, help="mdlm, bd3lm: noise samples of each window (default: 8)"
+    )
+    made.add_argument("--seed", type=int, default=0, help="mdlm, bd3lm: of the noise (default: 0)")
+    made.add_argument("--limit", type=at_least(1), help="documents of each set (default: all)")
+    made.add_argument("--output", type=Path, metavar="OUT.json", help="write results here, and a table beside it")
+    add_nproc(made)
+    add_model_options(made)
+    return made
+
+
 def read_sets(options: argparse.Namespace) -> tuple[list[TextSet], dict[str, Path]]:
     """The sets that were asked for, and those of a preset that are not there."""
-    from card_megatron.evaluation.texts import preset_paths, read_set
+    from card_megatron.evaluation.texts import read_set
+
+    paths, missing = set_paths(options)
+    return [read_set(name, path, options.limit) for name, path in paths.items()], missing
+
+
+def set_paths(options: argparse.Namespace) -> tuple[dict[str, Path], dict[str, Path]]:
+    """Where they are."""
+    from card_megatron.evaluation.texts import preset_paths
 
     paths = named_paths(options.data)
     missing: dict[str, Path] = {}
@@ -71,8 +83,7 @@ def read_sets(options: argparse.Namespace) -> tuple[list[TextSet], dict[str, Pat
         paths = there | paths
     if not paths:
         raise ConfigError("no set is given; --data NAME=PATH names one, --preset paper --data-dir DIR the paper's")
-    missing = {name: path for name, path in missing.items() if name not in paths}
-    return [read_set(name, path, options.limit) for name, path in paths.items()], missing
+    return paths, {name: path for name, path in missing.items() if name not in paths}
 
 
 def measure_all(

@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """A study is a YAML file that declares a grid of runs (configuration, changes, seeds), their evaluations
 and the columns of a report. `run` trains and evaluates what is not finished, several runs at a time; it may be
-stopped and started again at any moment. Each finished run leaves a JSON file, all that `report` needs."""
+stopped and started again at any moment. It ends with 1 where a run failed, with 3 where something is left to do. Each
+finished run leaves a JSON file, all that `report` needs."""
 SLURM = """submit each run as a job instead, and its evaluations as one that follows it; all options behind it are
 those of `card launch`: --slurm --nodes 1 --gpus-per-node 8. Start `card study run` once more when they have ended."""
 LINE_SECONDS = 60.0
 """Between two lines of progress where there is no terminal."""
+NOT_COMPLETE = 3
+"""Exit code of a run that was stopped, or that left runs to others: `card study run X && card study report X` waits."""
 BEGIN, END = "<!-- card study report {name} -->", "<!-- end of {name} -->"
 
 
@@ -102,21 +105,23 @@ def parser() -> argparse.ArgumentParser:
 
 
 def execute(study: Study, runs: list[StudyRun], options: argparse.Namespace) -> None:
+    from card_megatron.commands.study_checks import check_evaluations, check_runs
     from card_megatron.study.execute import Executor
 
     if options.minutes is not None and not options.minutes > 0:
         raise ConfigError(f"--minutes {options.minutes} must be more than 0")
-    check_runs(study, runs)
     jobs = options.jobs or 1
     threads = options.threads or max(1, (os.cpu_count() or 1) // jobs)
     executor = Executor(study, runs, jobs=jobs, threads=threads, minutes=options.minutes)
+    check_runs(executor.todo)
+    check_evaluations(study, executor.todo)
     if options.dry_run:
         for item in executor.progress:
             print(f"{item.run.label:<24} {item.state:<8} card train {shlex.join(item.run.options())}")
             if item.why:
                 print(f"{'':<24} {item.why}")
         return
-    if all(item.state == "done" for item in executor.progress):
+    if not executor.todo:
         print(
             f"{study.path}: every run has its record in {study.result_path(runs[0]).parent}; to train them once more, "
             "declare another `results` and another `folder`"
@@ -127,41 +132,14 @@ def execute(study: Study, runs: list[StudyRun], options: argparse.Namespace) -> 
             print(f"{item.run.label}: {item.why}", file=sys.stderr)
     with shown_progress() as show:
         complete = executor.run(show)
-    failed = [item for item in executor.progress if item.state == "failed"]
-    for item in failed:
-        print(f"{item.run.label} failed: {item.why}", file=sys.stderr)
-    if failed:
-        sys.exit(1)
+    for state in ("failed", "elsewhere"):
+        for item in executor.progress:
+            if item.state == state:
+                print(f"{item.run.label} {state}: {item.why}", file=sys.stderr)
     words = "complete" if complete else "not complete: the same command goes on"
     print(f"{study.path}: {words}; card study report {study.path}")
-
-
-def check_runs(study: Study, runs: list[StudyRun]) -> None:
-    """Every run as `card train` would check it, before the first one takes an hour."""
-    from card_megatron.platform import Ranks, install
-    from card_megatron.training.preflight import preflight
-
-    install()
-    for run in runs:
-        config = run.load()
-        try:
-            preflight(config, Ranks())
-        except ConfigError as error:
-            raise ConfigError(f"run {run.name}: {error}") from error
-    for name, words in study.evaluations().items():
-        check_evaluation(name, words)
-
-
-def check_evaluation(name: str, words: list[str]) -> None:
-    """Files that an evaluation names as NAME=PATH must be there before hours of training."""
-    for place, word in enumerate(words):
-        if word == "--data" and words[0] in ("perplexity", "denoising"):
-            for entry in words[place + 1 :]:
-                if entry.startswith("--"):
-                    break
-                path = entry.partition("=")[2]
-                if path and not Path(path).is_file():
-                    raise ConfigError(f"evaluate: {name}: {path} is not there")
+    if not complete:
+        sys.exit(1 if any(item.state == "failed" for item in executor.progress) else NOT_COMPLETE)
 
 
 @contextmanager
@@ -222,12 +200,9 @@ def how_far(item: Progress) -> tuple[str, str, str]:
 def show_status(study: Study, runs: list[StudyRun]) -> None:
     from rich.console import Console
 
-    from card_megatron.study.execute import Progress, is_done, is_trained
+    from card_megatron.study.execute import Progress, state_of
 
-    items = []
-    for run in runs:
-        state = "done" if is_done(study, run) else "trained" if is_trained(run) else "not finished"
-        items.append(Progress(run, state))
+    items = [Progress(run, state_of(study, run)) for run in runs]
     Console().print(progress_table(items))
     print(f"{sum(item.state == 'done' for item in items)} of {len(items)} runs are done")
 
@@ -242,6 +217,8 @@ def write_report(study: Study, options: argparse.Namespace) -> None:
     from card_megatron.study.report import report
     from card_megatron.study.summary import summary
 
+    if options.into is not None:
+        with_part(options.into, study.name, "")  # refuses a page without its marks before anything is written
     folder = options.output or study.path.parent / "reports"
     findings = read_findings(study)
     folder.mkdir(parents=True, exist_ok=True)

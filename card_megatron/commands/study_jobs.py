@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Sequence
 
 from card_megatron.commands import launch
-from card_megatron.commands.study import check_evaluation
+from card_megatron.commands.study_checks import check_evaluations
 from card_megatron.config.errors import ConfigError
 from card_megatron.evaluation.report import write_json
 from card_megatron.launch.slurm import submit
@@ -31,9 +31,8 @@ def submit_all(study: Study, runs: Sequence[StudyRun], options: list[str], *, dr
     for name, why in REFUSED.items():
         if any(word.partition("=")[0] == name for word in options):
             raise ConfigError(f"--slurm {name}: {why}; leave it out")
-    for name, words in study.evaluations().items():
-        check_evaluation(name, words)
     todo = [run for run in runs if not is_done(study, run)]
+    check_evaluations(study, todo)
     queued = set() if dry_run else queued_jobs()
     for run in todo[:]:
         waiting = sorted(submitted(run) & queued)

@@ -23,7 +23,9 @@ def submission_options(job: Job) -> list[str]:
 def submit(job: Job) -> list[int]:
     """Job numbers: one, or as many as the chain has links."""
     if shutil.which("sbatch") is None:
-        raise ConfigError("sbatch is not here; submit on a login node of the cluster, or take the script: --print")
+        raise ConfigError(
+            "sbatch is not here; submit on a login node of the cluster, or take the script: `card launch … --print`"
+        )
     script, options = render(job), submission_options(job)
     numbers: list[int] = []
     for link in range(1, job.chain + 1):
@@ -59,5 +61,5 @@ def _sbatch(script: str, options: Sequence[str]) -> int:
         text=True,
     )
     if done.returncode:
-        raise ConfigError(f"sbatch refused the job: {done.stderr.strip()}; `--print` shows the script")
+        raise ConfigError(f"sbatch refused the job: {done.stderr.strip()}; `card launch … --print` shows the script")
     return int(done.stdout.strip().split(";")[0])

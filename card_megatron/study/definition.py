@@ -17,6 +17,9 @@ from card_megatron.config.load import load_config, options_of
 from card_megatron.config.schema import RunConfig
 from card_megatron.data.indexed import read_manifest
 
+STRATEGY = " · "
+"""Between a metric of generated text and the strategy that wrote it."""
+PERPLEXITY = re.compile(r"(ppl|perplexity)\b", re.IGNORECASE)
 OF_NO_EFFECT = ("run_dir", "checkpoint", "logging", "profile", "guard")
 """Sections of a configuration that change nothing of what a run learns: the hash leaves them out."""
 
@@ -63,6 +66,8 @@ class Study:
     """Every run is trained with each of them; differences are paired by seed."""
     baseline: str = ""
     """The run that others are compared with; none takes the first."""
+    also_against: list[str] = field(default_factory=list)
+    """Further runs that others are compared with, each in a table of its own."""
     folder: str = "runs/study"
     """Run directories, below the folder in which the study is started."""
     results: str = "results"
@@ -87,6 +92,10 @@ class Study:
     @property
     def compared_with(self) -> str:
         return self.baseline or next(iter(self.runs))
+
+    @property
+    def baselines(self) -> list[str]:
+        return [self.compared_with, *self.also_against]
 
     def grid(self, only: Sequence[str] = ()) -> list[StudyRun]:
         """Seed by seed, so that a study that is cut short has whole comparisons."""
@@ -141,6 +150,10 @@ def data_identity(config: RunConfig) -> dict[str, Any] | None:
         found[prefix] = {name: manifest[name] for name in ("documents", "tokens")}
         found[prefix]["tokenizer"] = manifest["tokenizer"]["sha256"][:16]
     return found
+
+
+def is_perplexity(metric: str) -> bool:
+    return PERPLEXITY.search(metric.partition(STRATEGY)[0]) is not None
 
 
 def shown_option(value: Any) -> str:

@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,7 @@ class Progress:
 
     run: StudyRun
     state: str = "waiting"
-    """waiting, training, evaluating NAME, done, stopped or failed."""
+    """waiting, training, evaluating NAME, done, stopped, elsewhere (another `card study run` has it) or failed."""
     why: str = ""
 
 
@@ -52,6 +53,15 @@ def is_done(study: Study, run: StudyRun) -> bool:
     return not missing_evaluations(study, record)
 
 
+def state_of(study: Study, run: StudyRun) -> str:
+    """In a word or two, of a run that nobody looks after."""
+    if is_done(study, run):
+        return "done"
+    if study.result_path(run).is_file():
+        return f"lacks {', '.join(missing_evaluations(study, read_record(study.result_path(run))))}"
+    return "trained" if is_trained(run) else "not finished"
+
+
 def missing_evaluations(study: Study, record: dict[str, Any] | None) -> dict[str, list[str]]:
     """Those that a record does not have, or has with other words."""
     known = {} if record is None else record["evaluations"]
@@ -67,6 +77,10 @@ def why_again(study: Study, run: StudyRun) -> str:
     return f"trained once more, since its record has no {', '.join(missing)} and its run is not here" if missing else ""
 
 
+class HeldElsewhere(ConfigError):
+    """Another `card study run` has the run."""
+
+
 @contextmanager
 def held(run: StudyRun) -> Iterator[None]:
     """One `card study run` at a time has a run; several may share a study."""
@@ -75,12 +89,24 @@ def held(run: StudyRun) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(
+            raise HeldElsewhere(
                 f"another `card study run` has {run.run_dir}; wait for it, or leave the run out: --only"
             ) from None
         except OSError:  # a file system without locks
             pass
         yield
+
+
+def refuse_no_room(folder: Path) -> None:
+    """For records, before hours of training rather than after them."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"no record can be written to {folder}: {error.strerror}; give the study another `results`"
+        ) from error
 
 
 def is_trained(run: StudyRun) -> bool:
@@ -106,6 +132,10 @@ class Executor:
         self.processes: dict[str, subprocess.Popen] = {}
         self.lock = threading.Lock()
 
+    @property
+    def todo(self) -> list[StudyRun]:
+        return [item.run for item in self.progress if item.state != "done"]
+
     def run(self, show: Callable[[Sequence[Progress]], None]) -> bool:
         """Until all is done or stopped; true where nothing is left to do."""
         numbers = [signal.SIGINT, signal.SIGTERM]
@@ -114,6 +144,7 @@ class Executor:
         handlers = {number: signal.signal(number, self._on_signal) for number in numbers}
         workers = [threading.Thread(target=self._work, daemon=True) for _ in range(self.jobs)]
         end = None if self.minutes is None else time.monotonic() + 60 * self.minutes
+        refuse_no_room(self.study.path.parent / self.study.results)
         try:
             for worker in workers:
                 worker.start()
@@ -158,6 +189,8 @@ class Executor:
                 item.state, item.why = "done", ""
             except _Stopped:
                 item.state = "stopped"
+            except HeldElsewhere as error:  # several may share a study: the other one records it
+                item.state, item.why = "elsewhere", str(error)
             except Exception as error:  # one run that fails does not take the others with it
                 item.state, item.why = "failed", str(error)
 

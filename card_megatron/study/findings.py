@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,12 +10,12 @@ from typing import Any
 
 from card_megatron.config.errors import ConfigError
 from card_megatron.config.keys import suggestion
-from card_megatron.study.definition import Study, StudyRun
-from card_megatron.study.intervals import Interval, crossings, paired, pooled
+from card_megatron.study.definition import STRATEGY, Study, StudyRun, is_perplexity
+from card_megatron.study.intervals import Interval, crossings, interval, paired, pooled
 from card_megatron.study.stored import record_of
 
-STRATEGY = " · "
-"""Between a metric of generated text and the strategy that wrote it."""
+SPEED = "tok/s"
+"""Of generated text: it says something beside another of the same machine alone."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,12 @@ class Findings:
         """Seeds of which it was measured and is no number: they diverged."""
         records = self.records.get(run, {})
         return [seed for seed in records if records[seed]["cells"].get(metric, {"value": 0})["value"] is None]
+
+    def not_measured(self, run: str, metric: str) -> bool:
+        """Finished, but its records lack an evaluation that gave this metric elsewhere: it may still come."""
+        evaluations = [record["evaluations"] for records in self.records.values() for record in records.values()]
+        givers = {name for known in evaluations for name, evaluation in known.items() if metric in evaluation["cells"]}
+        return any(givers - set(record["evaluations"]) for record in self.records.get(run, {}).values())
 
     def bound(self, run: str, metric: str) -> str:
         cells = [record["cells"].get(metric, {}) for record in self.records.get(run, {}).values()]
@@ -76,23 +81,42 @@ def refuse_other_words(study: Study, run: StudyRun, record: Mapping[str, Any]) -
             )
 
 
-PERPLEXITY = re.compile(r"(ppl|perplexity)\b", re.IGNORECASE)
+def compared_values(findings: Findings, run: str, metric: str) -> dict[int, float]:
+    """By seed; of perplexities in nats."""
+    values = findings.values(run, metric)
+    return {seed: math.log(value) for seed, value in values.items()} if is_perplexity(metric) else values
 
 
-def is_perplexity(metric: str) -> bool:
-    return PERPLEXITY.search(metric.partition(STRATEGY)[0]) is not None
-
-
-def differences(findings: Findings, metric: str) -> dict[str, Interval]:
-    """Of every run that can be compared; of perplexities in nats."""
-    values = {run: findings.values(run, metric) for run in findings.study.runs}
-    if is_perplexity(metric):
-        values = {run: {seed: math.log(value) for seed, value in part.items()} for run, part in values.items()}
-    baseline = findings.study.compared_with
+def differences(findings: Findings, metric: str, baseline: str) -> dict[str, Interval]:
+    """Of every run that can be compared with the baseline; of perplexities in nats."""
+    values = {run: compared_values(findings, run, metric) for run in findings.study.runs}
     if findings.study.pooled:
         return pooled(values, baseline)
     found = {run: paired(part, values[baseline]) for run, part in values.items() if run != baseline}
     return {run: difference for run, difference in found.items() if difference is not None}
+
+
+def strategies(findings: Findings, run: str) -> list[str]:
+    """How it was decoded, in the order in which it was asked for; where this study asks at all, as others may have."""
+    if all(words[0] != "generation" for words in findings.study.evaluations().values()):
+        return []
+    names = [name.partition(STRATEGY) for record in findings.records[run].values() for name in record["cells"]]
+    return [*dict.fromkeys(strategy for _, mark, strategy in names if mark)]
+
+
+def strategy_metrics(findings: Findings) -> list[str]:
+    return [*dict.fromkeys(name.partition(STRATEGY)[0] for name in cell_names(findings) if STRATEGY in name)]
+
+
+def strategy_difference(findings: Findings, run: str, metric: str, strategy: str) -> Interval | None:
+    """From the run's first strategy, paired by seed; of a speed the ratio, less 1."""
+    ours, first = (
+        compared_values(findings, run, f"{metric}{STRATEGY}{one}") for one in (strategy, strategies(findings, run)[0])
+    )
+    if metric == SPEED:
+        ratios = [ours[seed] / first[seed] - 1 for seed in ours if first.get(seed)]
+        return interval(ratios) if ratios else None
+    return paired(ours, first)
 
 
 def cell_names(findings: Findings) -> list[str]:
@@ -162,6 +186,17 @@ def crossing_points(findings: Findings, metrics: list[str]) -> Iterator[tuple[st
             ours, theirs = (mean_curve(findings, name, metrics, shared) for name in (run, baseline))
             for place in crossings(ours, theirs):
                 yield run, place, between(ours, place)
+
+
+def below_best(findings: Findings, run: str, metrics: list[str]) -> float | None:
+    """Where a run's mean curve first falls below the best point of the baseline's."""
+    baseline = findings.study.compared_with
+    shared = [seed for seed in findings.records[run] if seed in findings.records.get(baseline, {})]
+    if run == baseline or not shared:
+        return None
+    ours, theirs = (mean_curve(findings, name, metrics, shared) for name in (run, baseline))
+    best = min((value for _, value in theirs), default=-math.inf)
+    return next(iter(crossings(ours, [(place, best) for place, _ in ours])), None)
 
 
 def between(curve: list[tuple[float, float]], place: float) -> float:

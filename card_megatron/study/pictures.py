@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 
 from card_megatron.evaluation.compare import arrow
 from card_megatron.evaluation.curves import scale
 from card_megatron.evaluation.report import picture
-from card_megatron.study.findings import STRATEGY, Findings, crossing_points, curve_name, curve_of, mean_curve
+from card_megatron.study.definition import STRATEGY
+from card_megatron.study.findings import Findings, crossing_points, curve_name, curve_of, mean_curve
+
+LINES, COLOURS = (".-", "+--", "x:"), 10
+"""Matplotlib's colours begin again after ten curves."""
 
 
 def draw(findings: Findings, folder: Path) -> dict[str, str]:
@@ -24,18 +29,22 @@ def draw(findings: Findings, folder: Path) -> dict[str, str]:
 
 
 def draw_curves(findings: Findings, name: str, metrics: list[str], path: Path) -> bool:
-    """The mean over seeds, and each seed thin behind it; by epochs the best point, and where curves cross."""
-    known = {run: curve for run in findings.records if (curve := mean_curve(findings, run, metrics))}
+    """The mean over seeds, and each seed thin behind it; by epochs the best point, and where curves cross.
+
+    Without the untrained model, which lies so far above that the curves would look like one.
+    """
+    known = {run: trained for run in findings.records if (trained := learned(mean_curve(findings, run, metrics)))}
     if not known:
         return False
     epochs = findings.study.epochs
     with picture(path, f"{findings.study.title}: {name}", "epochs" if epochs else "tokens", name) as axes:
         scale(axes, metrics[0])
-        for run, curve in known.items():
-            (line,) = axes.plot(*zip(*curve, strict=True), ".-", label=curve_name(findings, run, metrics))
+        for number, (run, curve) in enumerate(known.items()):
+            style = LINES[number // COLOURS % len(LINES)]
+            (line,) = axes.plot(*zip(*curve, strict=True), style, label=curve_name(findings, run, metrics))
             if len(findings.records[run]) > 1:
                 for seed in findings.records[run]:
-                    points = curve_of(findings, run, seed, metrics).values()
+                    points = learned(curve_of(findings, run, seed, metrics).values())
                     axes.plot(*zip(*points, strict=True), "-", alpha=0.3, linewidth=0.8, color=line.get_color())
             if epochs:
                 best = min(curve, key=lambda point: point[1])
@@ -43,6 +52,10 @@ def draw_curves(findings: Findings, name: str, metrics: list[str], path: Path) -
         for _, place, value in crossing_points(findings, metrics):
             axes.plot(place, value, "x", markersize=10, color="black")
     return True
+
+
+def learned(curve: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    return [point for point in curve if point[0] > 0]
 
 
 def draw_points(findings: Findings, name: str, metrics: list[str], path: Path) -> bool:

@@ -22,7 +22,7 @@ EVALUATIONS = ("perplexity", "denoising", "generation")
 OWN = ("run_dir", "seed")
 """Fields of a run that the grid decides."""
 KINDS: dict[type, tuple[str, ...]] = {
-    list: ("seeds",),
+    list: ("seeds", "also_against"),
     bool: ("epochs", "pooled"),
     str: ("baseline", "title", "config", "folder", "results"),
 }
@@ -87,8 +87,12 @@ def problems_of(study: Study) -> Iterator[str]:
             yield f"runs: {name} holds itself"
         elif set(given) & set(OWN):
             yield f"runs: {name} gives {', '.join(sorted(set(given) & set(OWN)))}, which the study decides"
-    if study.baseline and study.baseline not in study.runs:
-        yield f"baseline={study.baseline} is no run; there are {', '.join(study.runs)}"
+    for key, names in (("baseline", [study.baseline] if study.baseline else []), ("also_against", study.also_against)):
+        for name in names:
+            if name not in study.runs:
+                yield f"{key}={name} is no run; there are {', '.join(study.runs)}"
+    if len(set(study.baselines)) < len(study.baselines):
+        yield f"also_against={study.also_against} names a run twice, or the baseline {study.compared_with}"
     for name, words in study.evaluate.items():
         if not re.fullmatch(NAME, name) or first_word(words) not in (*EVALUATIONS, "--tasks"):
             yield f"evaluate: {name}: {words!r} must begin with {', '.join(EVALUATIONS)} or --tasks, and be whole"

@@ -8,16 +8,18 @@ from typing import Any
 
 from card_megatron.evaluation.compare import arrow
 from card_megatron.evaluation.report import NOTHING, markdown_table, shown
-from card_megatron.study.definition import shown_option
+from card_megatron.study.definition import STRATEGY, is_perplexity, shown_option
 from card_megatron.study.findings import (
-    STRATEGY,
+    SPEED,
     Findings,
-    cell_names,
+    below_best,
     crossing_points,
     curve_name,
     differences,
-    is_perplexity,
     mean_curve,
+    strategies,
+    strategy_difference,
+    strategy_metrics,
 )
 from card_megatron.study.intervals import Interval, interval
 
@@ -28,8 +30,8 @@ It counts where its interval leaves 0 out; else it reads *no difference seen*. W
 but a bound (≤), so has its difference: it may be smaller, or none."""
 PAIRED = "A difference is paired by seed."
 POOLED = """A difference is paired by seed. All differences of a column share one spread, that of its runs
-around run + seed, since they are variants of one another."""
-SPEED = "tok/s"
+around run + seed: as variants of one another they are taken to vary alike, which two seeds cannot check. One
+difference in twenty is seen where there is none."""
 
 
 def report(findings: Findings, pictures: Mapping[str, str]) -> str:
@@ -37,7 +39,8 @@ def report(findings: Findings, pictures: Mapping[str, str]) -> str:
     study = findings.study
     about = ABOUT.format(differences=POOLED if study.pooled else PAIRED)
     parts = [f"## {study.title}", about, means_table(findings)]
-    parts += [differences_table(findings)] if len(study.runs) > 1 else []
+    if len(study.runs) > 1:
+        parts += [differences_table(findings, baseline) for baseline in study.baselines]
     parts += [part for part in (strategies_table(findings), crossings_text(findings)) if part]
     parts += [f"![{name}]({path})" for name, path in pictures.items()]
     parts += [origins(findings)]
@@ -79,6 +82,8 @@ def visible(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def mean_cell(findings: Findings, run: str, metric: str) -> str:
     values = findings.values(run, metric)
+    if not values and findings.not_measured(run, metric):
+        return "not measured yet"
     if not values:
         return "not finite" if findings.not_finite(run, metric) else NOTHING
     bound = findings.bound(run, metric)
@@ -96,18 +101,18 @@ def mean_cell(findings: Findings, run: str, metric: str) -> str:
     return f"{'≤ ' if bound and arrow(metric) == '↓' else ''}{text}{f' ({bound})' if bound else ''}"
 
 
-def differences_table(findings: Findings) -> str:
+def differences_table(findings: Findings, baseline: str) -> str:
     """Every run against the baseline, metric by metric."""
-    columns, baseline = findings.columns(), findings.study.compared_with
+    columns = findings.columns()
     others = [name for name in findings.study.runs if name != baseline and findings.records.get(name)]
     if not others or baseline not in findings.records:
-        return f"No difference can be told yet: {baseline} and another run must be finished."
-    found = {metric: differences(findings, metric) for metric in columns.values()}
+        return f"No difference from `{baseline}` can be told yet: it and another run must be finished."
+    found = {metric: differences(findings, metric, baseline) for metric in columns.values()}
     rows = [
         [
             name,
             *(
-                verdict(found[metric][name], is_perplexity(metric), relation(findings, name, metric))
+                verdict(found[metric][name], is_perplexity(metric), relation(findings, name, baseline, metric))
                 if name in found[metric]
                 else NOTHING
                 for metric in columns.values()
@@ -118,11 +123,11 @@ def differences_table(findings: Findings) -> str:
     return f"Difference from `{baseline}`:\n\n" + markdown_table(["run", *columns], rows)
 
 
-def relation(findings: Findings, run: str, metric: str) -> str:
+def relation(findings: Findings, run: str, baseline: str, metric: str) -> str:
     """What bounds make of a difference from the baseline: at most this, at least this, or neither can be said."""
     if arrow(metric) != "↓":
         return ""
-    ours, theirs = (bool(findings.bound(name, metric)) for name in (run, findings.study.compared_with))
+    ours, theirs = (bool(findings.bound(name, metric)) for name in (run, baseline))
     return {(True, False): "≤ ", (False, True): "≥ ", (True, True): "of bounds: "}.get((ours, theirs), "")
 
 
@@ -130,39 +135,41 @@ def verdict(difference: Interval, ratio: bool = False, relation: str = "") -> st
     text = f"{'+' if difference.mean > 0 else ''}{shown(difference.mean, difference.half)}"
     if ratio:
         text = f"x {math.exp(difference.mean):.3f} ({text} nats)"
-    text = relation + text
-    if difference.apart_from_zero is None:
-        return f"{text}, one seed"
-    return text if difference.apart_from_zero else f"no difference seen: {text}"
+    text = relation + text + (", one seed" if difference.count < 2 else "")
+    return f"no difference seen: {text}" if difference.apart_from_zero is False else text
 
 
 def strategies_table(findings: Findings) -> str:
-    """Of generated text: a row a run and decoding strategy, speeds relative to the first strategy of its seed."""
-    rows, names = [], {}
-    for run, records in findings.records.items():
-        cells = [name.partition(STRATEGY) for record in records.values() for name in record["cells"]]
-        names[run] = {strategy: None for _, mark, strategy in cells if mark}
-    metrics = list(dict.fromkeys(n.partition(STRATEGY)[0] for n in cell_names(findings) if STRATEGY in n))
-    if not metrics:
+    """Of generated text: a row a run and decoding strategy, and how each differs from the run's first."""
+    metrics = [metric for metric in strategy_metrics(findings) if metric != SPEED]
+    pairs = [(run, strategy) for run in findings.records for strategy in strategies(findings, run)]
+    if not pairs:
         return ""
-    for run, strategies in names.items():
-        for strategy in strategies:
-            speeds = findings.values(run, f"{SPEED}{STRATEGY}{strategy}")
-            first = findings.values(run, f"{SPEED}{STRATEGY}{next(iter(strategies))}")
-            ratios = [speeds[seed] / first[seed] for seed in speeds if first.get(seed)]
-            relative = interval(ratios) if ratios else None
-            rows.append(
-                [
-                    *(run, strategy, NOTHING if relative is None else f"{shown(relative.mean, relative.half)} x"),
-                    *(
-                        mean_cell(findings, run, f"{metric}{STRATEGY}{strategy}")
-                        for metric in metrics
-                        if metric != SPEED
-                    ),
-                ]
-            )
-    header = ["run", "strategy", "speed", *(f"{name} {arrow(name)}".strip() for name in metrics if name != SPEED)]
-    return markdown_table(header, rows, left=2)
+    values = [
+        [run, strategy, *(mean_cell(findings, run, f"{metric}{STRATEGY}{strategy}") for metric in metrics)]
+        for run, strategy in pairs
+    ]
+    apart = [
+        [run, strategy, *(strategy_verdict(findings, run, metric, strategy) for metric in (SPEED, *metrics))]
+        for run, strategy in pairs
+        if strategy != strategies(findings, run)[0]
+    ]
+    header = ["run", "strategy", *(f"{name} {arrow(name)}".strip() for name in metrics)]
+    text = markdown_table(header, values, left=2)
+    if apart:
+        text += "\nDifference from the first strategy of the run, paired by seed:\n\n"
+        text += markdown_table(["run", "strategy", "speed", *metrics], apart, left=2)
+    return text
+
+
+def strategy_verdict(findings: Findings, run: str, metric: str, strategy: str) -> str:
+    difference = strategy_difference(findings, run, metric, strategy)
+    if difference is None:
+        return NOTHING
+    if metric != SPEED:
+        return verdict(difference, is_perplexity(metric))
+    text = f"x {shown(difference.mean + 1, difference.half)}" + (", one seed" if difference.count < 2 else "")
+    return f"no difference seen: {text}" if difference.apart_from_zero is False else text
 
 
 def origins(findings: Findings) -> str:
@@ -176,7 +183,9 @@ def origins(findings: Findings) -> str:
         for seed, record in sorted(runs.items())
     ]
     header = ["record", "config hash", "commit", "machine", "tokens", "hours of training"]
-    return "Every cell comes from these records:\n\n" + markdown_table(header, rows, left=4)
+    table = "Every cell comes from these records:\n\n" + markdown_table(header, rows, left=4)
+    changed = any((row[2] or "").endswith("+") for row in rows)
+    return table + ("\n`+`: with changes of the package that were not committed.\n" if changed else "")
 
 
 def crossings_text(findings: Findings) -> str:
@@ -193,16 +202,14 @@ def crossings_text(findings: Findings) -> str:
             if curve:
                 epoch, value = min(curve, key=lambda point: point[1])
                 passes = ", ".join(f"{place:.1f}" for place in crossed.get(run, [])) or NOTHING
+                below = below_best(findings, run, metrics)
                 rows.append(
                     [
-                        name,
-                        curve_name(findings, run, metrics),
-                        shown(value),
-                        f"{epoch:.1f}",
-                        shown(curve[-1][1]),
-                        f"{curve[-1][0]:.1f}",
-                        passes,
+                        *(name, curve_name(findings, run, metrics), shown(value), f"{epoch:.1f}"),
+                        *(shown(curve[-1][1]), f"{curve[-1][0]:.1f}", passes),
+                        NOTHING if below is None else f"{below:.1f}",
                     ]
                 )
-    header = ["curve", "run", "best", "at epoch", "last", "at epoch", f"falls below {findings.study.compared_with} at"]
-    return markdown_table(header, rows, left=2)
+    baseline = findings.study.compared_with
+    falls = f"falls below {baseline} at", f"falls below the best of {baseline} at"
+    return markdown_table(["curve", "run", "best", "at epoch", "last", "at epoch", *falls], rows, left=2)

@@ -5,7 +5,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from card_megatron.study.findings import Findings, differences, is_perplexity
+from card_megatron.study.definition import STRATEGY, is_perplexity
+from card_megatron.study.findings import (
+    SPEED,
+    Findings,
+    below_best,
+    compared_values,
+    crossing_points,
+    differences,
+    strategies,
+    strategy_difference,
+    strategy_metrics,
+)
 from card_megatron.study.intervals import Interval, interval
 
 KIND = "study_report"
@@ -13,39 +24,60 @@ KIND = "study_report"
 
 def summary(findings: Findings) -> dict[str, Any]:
     """Perplexities as in the page: means are geometric, differences in nats."""
-    study, cells = findings.study, []
-    for heading, metric in findings.columns().items():
-        apart = differences(findings, metric)
-        for run, records in findings.records.items():
-            values = findings.values(run, metric)
-            if values:
-                cells.append(
-                    {
-                        **{"run": run, "column": heading, "metric": metric, "likelihood": findings.bound(run, metric)},
-                        **mean_of(metric, [*values.values()]),
-                        "seeds": [*values],
-                        "config_hashes": [records[seed]["config_hash"] for seed in values],
-                        "tokens": [records[seed]["tokens"] for seed in values],
-                        "difference": difference_of(metric, apart.get(run)),
-                    }
-                )
-    return {"kind": KIND, "study": study.name, "baseline": study.compared_with, "pooled": study.pooled, "cells": cells}
+    study = findings.study
+    return {
+        **{"kind": KIND, "study": study.name, "baselines": study.baselines, "pooled": study.pooled},
+        "cells": [
+            {
+                **cell(findings, run, metric, heading),
+                "differences": {
+                    baseline: difference_of(metric, apart[run])
+                    for baseline in study.baselines
+                    if run in (apart := differences(findings, metric, baseline))
+                },
+            }
+            for heading, metric in findings.columns().items()
+            for run in findings.records
+            if findings.values(run, metric)
+        ],
+        "strategies": [
+            {
+                "strategy": strategy,
+                **cell(findings, run, f"{metric}{STRATEGY}{strategy}", metric),
+                "difference": difference_of(metric, strategy_difference(findings, run, metric, strategy)),
+            }
+            for run in findings.records
+            for strategy in strategies(findings, run)
+            for metric in strategy_metrics(findings)
+            if findings.values(run, f"{metric}{STRATEGY}{strategy}")
+        ],
+        "crossings": [
+            {
+                **{"curve": name, "run": run, "below_best": below_best(findings, run, metrics)},
+                "below": [place for one, place, _ in crossing_points(findings, metrics) if one == run],
+            }
+            for name, metrics in (study.curves.items() if study.epochs else ())
+            for run in findings.records
+            if run != study.compared_with
+        ],
+    }
 
 
-def mean_of(metric: str, values: list[float]) -> dict[str, Any]:
-    logs = is_perplexity(metric)
-    known = interval([math.log(value) for value in values] if logs else values)
+def cell(findings: Findings, run: str, metric: str, heading: str) -> dict[str, Any]:
+    values, records = compared_values(findings, run, metric), findings.records[run]
+    known, back = interval([*values.values()]), math.exp if is_perplexity(metric) else float
     ends = (None, None) if known.half is None else (known.mean - known.half, known.mean + known.half)
-    back = math.exp if logs else float
-    return {"mean": back(known.mean), "interval_95": [None if end is None else back(end) for end in ends]}
+    return {
+        **{"run": run, "column": heading, "metric": metric, "likelihood": findings.bound(run, metric)},
+        **{"mean": back(known.mean), "interval_95": [None if end is None else back(end) for end in ends]},
+        "seeds": [*values],
+        "config_hashes": [records[seed]["config_hash"] for seed in values],
+        "tokens": [records[seed]["tokens"] for seed in values],
+    }
 
 
 def difference_of(metric: str, known: Interval | None) -> dict[str, Any] | None:
     if known is None:
         return None
-    return {
-        "mean": known.mean,
-        "half_width_95": known.half,
-        "unit": "nats" if is_perplexity(metric) else "of the metric",
-        "seen": known.apart_from_zero,
-    }
+    unit = "nats" if is_perplexity(metric) else "ratio - 1" if metric == SPEED else "of the metric"
+    return {"mean": known.mean, "half_width_95": known.half, "unit": unit, "seen": known.apart_from_zero}

@@ -1,4 +1,4 @@
-"""Studies: what a file may declare, what is kept of runs, what a report says of them; and a small one, really run."""
+"""Studies: what a file may declare, what is kept of runs, what is refused before hours; and a small one, really run."""
 
 from __future__ import annotations
 
@@ -18,37 +18,22 @@ import pytest
 import yaml
 
 from card_megatron.cli import main as card
+from card_megatron.commands.study_checks import check_evaluations
 from card_megatron.config.errors import ConfigError
 from card_megatron.study import execute
 from card_megatron.study import record as recording
 from card_megatron.study.definition import StudyRun, config_hash, data_identity
 from card_megatron.study.execute import is_done
-from card_megatron.study.findings import is_perplexity, read_findings, unknown_metrics
-from card_megatron.study.intervals import crossings, interval, paired, pooled
-from card_megatron.study.pictures import draw, points
+from card_megatron.study.findings import read_findings
 from card_megatron.study.reading import read_study
 from card_megatron.study.record import evaluation_path, gradient_cells, is_evaluated, thinned
-from card_megatron.study.report import mean_cell, report
+from card_megatron.study.report import report
 from card_megatron.study.stored import read_record
-from card_megatron.study.summary import summary
 from tests.curves import BASE
+from tests.studies import record_of, study_with, write_study
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "study"
 TEXT = "The value of the name is a string, not a list of names. " * 20
-
-
-def write_study(folder: Path, **changes: Any) -> Path:
-    """A study whose base is no more than a preset."""
-    (folder / "base.yaml").write_text("preset: tiny\ntrain: {train_iters: 2}\ndata: {train: [a], tokenizer: bytes}\n")
-    tree = {
-        "title": "A small study",
-        "config": "base.yaml",
-        "runs": {"arm": {"objective.name": "arm"}, "card": {"objective.name": "card"}},
-        **changes,
-    }
-    path = folder / "study.yaml"
-    path.write_text(yaml.safe_dump({name: value for name, value in tree.items() if value is not None}))
-    return path
 
 
 # ---------------------------------------------------------------- what a file declares
@@ -87,6 +72,8 @@ def test_the_grid_is_whole_seed_by_seed(tmp_path):
         ({"every": {"run_dir": "x"}}, "every gives run_dir, which the study decides"),
         ({"runs": {"a": 3}}, r"a must be \{section.key: value\}; it is 3"),
         ({"baseline": "b"}, "baseline=b is no run"),
+        ({"also_against": ["b"]}, "also_against=b is no run"),
+        ({"also_against": ["arm"]}, r"names a run twice, or the baseline arm"),
         ({"points": {"x": ["nll"]}}, r"points: x: \['nll'\] must be a list of two metrics"),
         ({"curves": {"x": "nll"}}, "curves: x: 'nll' must be a list of metrics"),
         ({"evaluate": {"x": "compare a b"}}, "must begin with perplexity, denoising, generation or --tasks"),
@@ -126,232 +113,7 @@ def test_the_studies_of_the_repository_are_those_that_their_records_are_of(path)
     assert report(findings, {}).startswith(f"## {study.title}\n")
 
 
-# ---------------------------------------------------------------- intervals
-
-
-def test_intervals_are_student_s():
-    assert interval([2.0]).half is None and interval([2.0]).apart_from_zero is None
-    two = interval([1.0, 3.0])
-    assert (two.mean, two.half) == pytest.approx((2.0, 12.706))  # t(1) x sqrt(2) / sqrt(2)
-    five = interval([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert five.half == pytest.approx(2.776 * math.sqrt(2.5 / 5)) and five.apart_from_zero
-    assert interval([float(n % 2) for n in range(40)]).half == pytest.approx(2.0227 * 0.50637 / math.sqrt(40), rel=1e-4)
-
-
-def test_differences_are_paired_by_seed():
-    found = paired({1: 3.0, 2: 14.0, 3: 9.0}, {1: 2.0, 2: 13.0, 4: 0.0})
-    assert found is not None and (found.mean, found.half, found.count) == (1.0, 0.0, 2)
-    assert paired({1: 3.0}, {2: 2.0}) is None
-
-
-def test_pooled_differences_share_the_spread_of_all_runs():
-    """Against the textbook's two-way analysis, by hand."""
-    values = {"a": {1: 1.0, 2: 2.0}, "b": {1: 2.0, 2: 3.5}, "c": {1: 0.0, 2: 1.2}}
-    found = pooled(values, "a")
-    # residuals of run + seed: the seeds differ by 1, 1.5 and 1.2, around a mean of 37/30
-    squares = 2 * sum(((step - 37 / 30) / 2) ** 2 for step in (1.0, 1.5, 1.2))
-    half = 4.303 * math.sqrt(squares / 2)  # 2 degrees of freedom; a difference of means of 2 has this very spread
-    assert {name: (item.mean, item.half) for name, item in found.items()} == {
-        "b": pytest.approx((1.25, half)),
-        "c": pytest.approx((-0.9, half)),
-    }
-    # a run of one seed is compared as the others say that seeds differ, and is known less well
-    alone = pooled(values | {"d": {1: 5.0}}, "a")["d"]
-    assert alone.mean == pytest.approx(5.0 - (1.5 - 37 / 60)) and alone.half is not None and alone.half > half
-    assert pooled({"a": {1: 1.0}, "b": {1: 3.0}}, "a")["b"] == interval([2.0]), "nothing is left to know chance by"
-    assert pooled({"a": {1: 1.0}, "b": {2: 3.0}}, "a") == {} == pooled({"a": {}, "b": {1: 1.0}}, "a")
-
-
-def test_crossings_are_where_a_curve_falls_below_the_other():
-    ours, theirs = [(0, 3.0), (1, 2.0), (2, 1.0), (3, 2.0), (4, 0.0)], [(n, 1.5) for n in range(5)]
-    assert crossings(ours, theirs) == pytest.approx([1.5, 3.25])
-    assert crossings(theirs, theirs) == []
-    flat = [(n, 1.0) for n in range(4)]
-    assert crossings([(0, 2.0), (1, 1.0), (2, 2.0), (3, 1.0)], flat) == [], "to touch is not to cross"
-    assert crossings([(0, 2.0), (1, 1.0), (2, 1.0), (3, 0.5)], flat) == [2.0]
-
-
-# ---------------------------------------------------------------- records and report
-
-
-def record_of(run: str, seed: int, cells: dict[str, Any], curve: list[float] = (), **more: Any) -> dict[str, Any]:
-    curves = {
-        "validation/v/clean_nll": {"tokens": [*range(len(curve))], "epochs": [*range(len(curve))], "values": [*curve]}
-    }
-    return {
-        **{"kind": "study_run", "run": run, "seed": seed, "objective": run, "tokens": 100, "steps": 1},
-        **{"hours": 0.5, "commit": "abc", "machine": "m", "evaluations": {}, "curves": curves if curve else {}},
-        "cells": {name: value if isinstance(value, dict) else {"value": value} for name, value in cells.items()},
-        **more,
-    }
-
-
-def study_with(folder: Path, records: list[dict[str, Any]], **changes: Any):
-    study = read_study(write_study(folder, **changes))
-    (folder / "results").mkdir(exist_ok=True)
-    for record in records:
-        (run,) = study.grid([f"{record['run']}-s{record['seed']}"])
-        known = {"config_hash": config_hash(run.load())} | record
-        study.result_path(run).write_text(json.dumps(known))
-    return study
-
-
-def test_a_report_says_what_separates_and_what_does_not(tmp_path):
-    bound = {"value": 90.0, "bound": "ELBO, 4 samples"}
-    study = study_with(
-        tmp_path,
-        [
-            record_of("arm", 1, {"x ppl": 10.0, "nll": 2.0}),
-            record_of("arm", 2, {"x ppl": 40.0, "nll": 3.0}),
-            record_of("card", 1, {"x ppl": 20.0, "nll": 2.5}),
-            record_of("card", 2, {"x ppl": 80.0, "nll": 2.9}),
-            record_of("mdlm", 1, {"x ppl": bound}),
-        ],
-        runs={"arm": {}, "card": {"objective.name": "card", "eval.samples": 3}, "mdlm": {}, "later": {}},
-    )
-    page = report(read_findings(study), {})
-    assert "20.00 [" in page, "a mean of perplexities is geometric"
-    assert "x 2.000 (+0.6931 ± 0.0000 nats)" in page, "twice as much with both seeds"
-    assert "no difference seen: +0.2000 ± 3.8118" in page
-    assert "≤ 90.00 (ELBO, 4 samples)" in page and "one seed" in page
-    assert "| name=card |" in page, "how a run is validated does not tell it apart"
-    assert "| later | " in page and "not run yet" in page
-    hashes = {run.label: config_hash(run.load()) for run in study.grid(["card"])}
-    assert f"| card-s2 | {hashes['card-s2']} | abc    | m       |    100 |" in page
-
-
-def test_the_cells_of_a_report_can_be_read_by_programs(tmp_path):
-    bound = {"value": 90.0, "bound": "ELBO, 4 samples"}
-    study = study_with(
-        tmp_path,
-        [
-            *(record_of("arm", seed, {"x ppl": value}) for seed, value in ((1, 10.0), (2, 40.0))),
-            *(record_of("card", seed, {"x ppl": value}) for seed, value in ((1, 20.0), (2, 80.0))),
-            record_of("mdlm", 1, {"x ppl": bound}),
-        ],
-        runs={"arm": {}, "card": {"objective.name": "card"}, "mdlm": {}},
-    )
-    arm, ours, other = summary(read_findings(study))["cells"]
-    assert (arm["mean"], arm["difference"], arm["seeds"]) == (pytest.approx(20.0), None, [1, 2])
-    assert arm["interval_95"] == [pytest.approx(20 * 2.0**-12.706), pytest.approx(20 * 2.0**12.706)]
-    difference = {"mean": pytest.approx(math.log(2)), "half_width_95": pytest.approx(0.0, abs=1e-9)}
-    assert ours["difference"] == {**difference, "unit": "nats", "seen": True}
-    assert ours["config_hashes"] == [config_hash(run.load()) for run in study.grid(["card"])]
-    assert (other["likelihood"], other["interval_95"], other["tokens"]) == ("ELBO, 4 samples", [None, None], [100])
-    assert other["difference"]["seen"] is None, "one seed cannot tell"
-
-
-def test_a_study_of_variants_pools_their_spread(tmp_path):
-    nll = {"card": (2.0, 3.0), "a": (2.5, 3.4), "b": (2.1, 3.1), "c": (2.0, 3.1)}
-    records = [record_of(run, seed, {"nll": value}) for run, pair in nll.items() for seed, value in enumerate(pair, 1)]
-    runs = {name: {} for name in nll}
-    apart = report(read_findings(study_with(tmp_path, records, runs=runs, baseline="card")), {})
-    assert "no difference seen: +0.4500 ± 0.6353" in apart
-    together = report(read_findings(study_with(tmp_path, records, runs=runs, baseline="card", pooled=True)), {})
-    # 3.182 standard errors of sqrt(0.01 / 3)
-    assert " +0.4500 ± 0.1837 |" in together and "seen: +0.4500" not in together and "share one spread" in together
-
-
-def test_what_a_bound_and_a_diverged_seed_say_is_said(tmp_path):
-    study = study_with(
-        tmp_path,
-        [
-            *(record_of("arm", seed, {"x ppl": value, "y ppl": 3.0}) for seed, value in ((1, None), (2, 20.0))),
-            *(record_of("mdlm", seed, {"x ppl": {"value": 40.0, "bound": f"ELBO, {seed} samples"}}) for seed in (1, 2)),
-        ],
-        runs={"arm": {}, "mdlm": {}},
-    )
-    page = report(read_findings(study), {})
-    assert " 20.00; of seed 1 not finite |" in page, "a run that diverged does not look better for it"
-    assert "≤ 40.00 [40.00, 40.00] (ELBO, 1 samples, ELBO, 2 samples)" in page
-    assert "≤ x 2.000 (+0.6931 nats), one seed" in page
-
-
-def test_both_kinds_of_perplexity_are_averaged_as_logarithms(tmp_path):
-    metrics = ("Gen PPL (judge) · ar", "wikitext word_perplexity", "books ppl")
-    records = [record_of("arm", seed, dict.fromkeys(metrics, value)) for seed, value in ((1, 10.0), (2, 1000.0))]
-    findings = read_findings(study_with(tmp_path, records, runs={"arm": {}}))
-    assert all(mean_cell(findings, "arm", metric).startswith("100.0 [") for metric in metrics)
-    assert not is_perplexity("repetition-4") and not is_perplexity("tok/s · confidence:ppl")
-
-
-def test_what_no_record_has_is_named(tmp_path):
-    columns = {"nll": "boks nll", "x": "books nll"}
-    records = [record_of("arm", 1, {"books nll": 1.0}, [1.0])]
-    study = study_with(tmp_path, records, columns=columns, curves={"c": ["validation/w/clean_nll"]})
-    assert unknown_metrics(read_findings(study)) == {
-        "boks nll": "; did you mean books nll?",
-        "validation/w/clean_nll": "; did you mean validation/v/clean_nll?",
-    }
-
-
-def test_curves_cross_over_the_seeds_that_both_have(tmp_path):
-    """A baseline's second seed, far above, must not make a crossing of a run that has the first alone."""
-    study = study_with(
-        tmp_path,
-        [
-            *(record_of("arm", seed, {}, curve) for seed, curve in ((1, [3.0, 2.0]), (2, [7.0, 6.0]))),
-            record_of("card", 1, {}, [3.1, 2.1]),
-        ],
-        epochs=True,
-        curves={"nll": ["validation/v/clean_nll"]},
-    )
-    page = report(read_findings(study), {})
-    row = next(line for line in page.splitlines() if "card (seed 1)" in line)
-    assert row.rstrip("| ").endswith("—") and "arm (seed 1, 2)" in page
-
-
-def test_decoding_strategies_stand_in_a_table_of_their_own(tmp_path):
-    cells = {"tok/s · ar": 100.0, "tok/pass · ar": 1.0, "tok/s · verify:K=2": 150.0, "tok/pass · verify:K=2": 1.7}
-    study = study_with(tmp_path, [record_of("card", 1, cells)], runs={"card": {}}, seeds=[1], columns={})
-    page = report(read_findings(study), {})
-    (row,) = [line for line in page.splitlines() if "verify:K=2" in line]
-    assert [cell.strip() for cell in row.split("|")[1:-1]] == ["card", "verify:K=2", "1.500 x", "1.700"]
-    assert "tok/pass · ar" not in page, "strategies are no columns of the runs"
-
-
-def test_curves_cross_the_baseline_and_are_drawn(tmp_path):
-    study = study_with(
-        tmp_path,
-        [record_of("arm", 1, {}, [3.0, 2.0, 2.5]), record_of("card", 1, {}, [4.0, 2.2, 2.1])],
-        seeds=[1],
-        epochs=True,
-        curves={"validation nll": ["validation/v/clean_nll"]},
-    )
-    findings = read_findings(study)
-    page = report(findings, draw(findings, tmp_path))
-    row = next(line for line in page.splitlines() if line.startswith("| validation nll | card"))
-    assert [cell.strip() for cell in row.split("|")[3:-1]] == ["2.100", "2.0", "2.100", "2.0", "1.3"]
-    assert (tmp_path / "study_validation_nll.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_runs_and_strategies_are_points_between_two_metrics(tmp_path):
-    cells = {"nll": 2.0, "speed": 3.0, "nll · ar": 1.0, "speed · ar": 1.0, "nll · fast": 1.5}
-    records = [record_of("card", 1, cells), record_of("card", 2, {"nll": 2.5}), record_of("arm", 1, {"nll": 1.0})]
-    study = study_with(tmp_path, records, points={"two": ["nll", "speed"], "none": ["x", "y"]})
-    findings = read_findings(study)
-    assert points(findings, "nll", "speed") == {"card": [(2.0, 3.0)], "card ar": [(1.0, 1.0)]}, "those that have both"
-    assert draw(findings, tmp_path) == {"two": "study_two.png"}
-    assert (tmp_path / "study_two.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_no_record_is_no_report(tmp_path):
-    with pytest.raises(ConfigError, match=r"has no record of .*; run the study first"):
-        read_findings(read_study(write_study(tmp_path)))
-
-
-def test_a_report_goes_into_a_page_between_its_marks(tmp_path, capsys):
-    study = study_with(tmp_path, [record_of("arm", 1, {"x ppl": 10.0})])
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- card study report study -->\nold\n<!-- end of study -->\nafter\n")
-    card(["study", "report", str(study.path), "--into", str(page)])
-    text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("\nafter\n")
-    assert "## A small study" in text and "\nold\n" not in text
-    page.write_text("no marks")
-    with pytest.raises(SystemExit, match="needs one line"):
-        card(["study", "report", str(study.path), "--into", str(page)])
-    assert page.read_text() == "no marks"
+# ---------------------------------------------------------------- records
 
 
 def test_records_of_something_else_are_refused(tmp_path):
@@ -391,6 +153,14 @@ def test_records_that_cannot_stand_side_by_side_are_refused(tmp_path):
         {"cells": {"nll": 2.0}},
         {"curves": {"loss": {"tokens": [1, 2], "epochs": None, "values": [1.0]}}},
         {"tokens": None},
+        {"hours": math.nan},
+        {"steps": -1},
+        {"commit": 3},
+        {"cells": {"books ppl": {"value": 0.0}}},
+        {"cells": {"nll": {"value": True}}},
+        {"cells": {"nll": {"value": 1.0, "bound": 2}}},
+        {"curves": {"loss": {"tokens": [1, 2], "epochs": None, "values": [1.0, "2"]}}},
+        {"evaluations": {"d": {"arguments": "denoising", "cells": []}}},
         {"evaluations": {"d": {"arguments": [], "cells": ["nowhere"]}}},
     ],
 )
@@ -536,7 +306,7 @@ def test_a_study_is_stopped_goes_on_and_is_reported(small):
         time.sleep(0.1)
     first.send_signal(signal.SIGINT)
     out, err = first.communicate(timeout=120)
-    assert first.returncode == 0 and "not complete: the same command goes on" in out, (out, err)
+    assert first.returncode == 3 and "not complete: the same command goes on" in out, (out, err)
     assert "stopping (SIGINT)" in err and not list((small / "results").glob("*.json"))
 
     done = card_study(small, "run", "study.yaml", "--jobs=2", "--threads=1")
@@ -626,3 +396,29 @@ def test_training_once_more_for_an_evaluation_is_announced(tmp_path):
     study = study_with(tmp_path, [record_of("arm", 1, {})], evaluate={"d": "denoising --data a=b"})
     again, never = (execute.why_again(study, run) for run in study.grid(["arm-s1", "card-s1"]))
     assert "trained once more, since its record has no d" in again and never == ""
+    assert [execute.state_of(study, run) for run in study.grid(["arm-s1", "card-s1"])] == ["lacks d", "not finished"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("perplexity --data x=nowhere.txt", r"nowhere.txt is not there"),
+        ("perplexity --datta x=text.txt", r"unrecognized arguments: --datta.*card eval perplexity --help"),
+        ("perplexity --data x=text.txt --window 0", r"--window"),
+        ("perplexity another --data x=text.txt", r"a study gives the model and --output"),
+        ("perplexity --data x=text.txt --output=o.json", r"a study gives the model and --output"),
+        ("denoising --data x=text.txt", r"run mdlm is of mdlm, .*causal models alone"),
+        ("generation --prompts text.txt --scorer judge", r"judge/config.json is not there"),
+        ("generation --prompts text.txt --strategies verify:K=2", r"verify:K=2, run mdlm"),
+        ("--tasks arc_easy --data nowhere", r"nowhere is not there"),
+    ],
+)
+def test_an_evaluation_that_could_not_run_is_refused_before_hours_of_training(tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT)
+    runs = {"arm": {"objective.name": "arm"}, "mdlm": {"objective.name": "mdlm"}}
+    study = read_study(write_study(tmp_path, runs=runs, evaluate={"asked": words}))
+    with pytest.raises(ConfigError, match=f"evaluate: asked: .*{message}"):
+        check_evaluations(study, study.grid())
+    fitting = read_study(write_study(tmp_path, runs=runs, evaluate={"p": "perplexity --data x=text.txt --samples 4"}))
+    check_evaluations(fitting, fitting.grid())
