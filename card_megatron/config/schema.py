@@ -101,7 +101,7 @@ class ObjectiveConfig:
     t_sampler: Optional[Literal["uniform", "stratified"]] = None
     """Draws of the noise level t: independent, or spread evenly over samples; none: uniform for card only."""
     t_min: float = 0.0
-    """Lowest noise level; for mdlm and bd3lm in training only (the clipped schedule of bd3lm's authors)."""
+    """Lowest noise level; of mdlm and bd3lm in training only, and of the share of masks too (clipped schedule)."""
     t_max: float = 1.0
     """Highest noise level, likewise."""
     block_size: int = 16

@@ -272,8 +272,19 @@ class CardLM(TemplateLM):
                 if self.store is not None:
                     self.store.add(finished)
 
+    def likelihood(self) -> dict[str, Any]:
+        """What the log-likelihoods so far are: exact, or bounds by so many noise samples and so far off on average."""
+        samples = self.scorer.samples if isinstance(self.scorer, BoundScorer) else None
+        return {
+            "likelihood": "bound" if samples else "exact",
+            "mc_samples": samples,
+            "mean_loglikelihood_error": sum(self.errors) / len(self.errors) if self.errors else None,
+        }
+
     def get_model_info(self) -> dict[str, Any]:
-        return {"model_path": str(self.model.path), "objective": self.model.objective, "truncated": self.truncated}
+        """The harness asks at the end, and keeps it in its own results."""
+        names = {"model_path": str(self.model.path), "objective": self.model.objective, "truncated": self.truncated}
+        return names | self.likelihood()
 
 
 def chunks(sizes: dict[str, int], most: int) -> list[list[str]]:

@@ -45,7 +45,6 @@ def evaluate_tasks(
     import_harness()
     import lm_eval
 
-    from card_megatron.evaluation.bound import BoundScorer, has_bound
     from card_megatron.evaluation.harness import CardLM
     from card_megatron.evaluation.store import Store, model_identity
     from card_megatron.evaluation.tasks import load_tasks, task_manager
@@ -76,9 +75,7 @@ def evaluate_tasks(
         "kind": KIND,
         "checkpoint": str(model.path),
         "objective": model.objective,
-        "likelihood": "bound" if has_bound(model) else "exact",
-        "mc_samples": lm.scorer.samples if isinstance(lm.scorer, BoundScorer) else None,
-        "mean_loglikelihood_error": sum(lm.errors) / len(lm.errors) if lm.errors else None,
+        **lm.likelihood(),
         "config": {
             **{"tasks": list(tasks), "data": None if data is None else str(data), "num_fewshot": num_fewshot},
             **{"limit": limit, "gen_kwargs": gen_kwargs, **(settings or {}), **(opened or {})},

@@ -73,37 +73,46 @@ class BlockDiffusionAttention(TorchAttention):
 def attend_by_groups(
     attend: Callable[..., torch.Tensor], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_size: int
 ) -> torch.Tensor:
-    """[B, N, 2S, D] of all three -> [B, N, 2S, D], by one attend(q, k, v, attn_mask=...) for each group of blocks.
+    """[B, N, 2S, D] of all three -> [B, N, 2S, D], by few attend(q, k, v, attn_mask=...) for each group of blocks.
 
-    A group's noisy and clean queries go together: they share the clean keys before the group, and only the keys of
-    the group itself need a mask.
+    Noisy and clean queries of a group of several blocks go together: they share the clean keys before the group, and
+    only the keys of the group itself need a mask. A group of one large block needs none: its noisy queries see all of
+    their keys, and so do its clean ones. Together they would compute each other's, half of the work where K is L.
     """
     length = q.shape[2] // 2
     size = min(length, max(GROUP // block_size, 1) * block_size)
-    (q_noisy, q_clean), (k_noisy, k_clean), (v_noisy, v_clean) = (
+    (q_noisy, q_clean), (k_noisy, k_clean), (v_noisy, v_clean) = (  # split: the gradient of slices would fill zeros
         [half.split(size, dim=2) for half in x.chunk(2, dim=2)] for x in (q, k, v)
     )
     noisy, clean = [], []
     for group in range(len(q_noisy)):
-        out = attend(
-            torch.cat([q_noisy[group], q_clean[group]], dim=2),
-            torch.cat([k_noisy[group], *k_clean[: group + 1]], dim=2),
-            torch.cat([v_noisy[group], *v_clean[: group + 1]], dim=2),
-            attn_mask=group_mask(length, block_size, group * size, min(length, (group + 1) * size), q.device),
-        )
-        of_noisy, of_clean = out.chunk(2, dim=2)
-        noisy.append(of_noisy)
-        clean.append(of_clean)
+        if block_size > GROUP:
+            keys = torch.cat([k_noisy[group], *k_clean[:group]], dim=2)
+            values = torch.cat([v_noisy[group], *v_clean[:group]], dim=2)
+            noisy.append(attend(q_noisy[group], keys, values, attn_mask=None))
+            keys, values = (torch.cat(pieces[: group + 1], dim=2) for pieces in (k_clean, v_clean))
+            clean.append(attend(q_clean[group], keys, values, attn_mask=None))
+        else:
+            out = attend(
+                torch.cat([q_noisy[group], q_clean[group]], dim=2),
+                torch.cat([k_noisy[group], *k_clean[: group + 1]], dim=2),
+                torch.cat([v_noisy[group], *v_clean[: group + 1]], dim=2),
+                attn_mask=group_mask(length, block_size, group * size, min(length, (group + 1) * size), q.device),
+            )
+            of_noisy, of_clean = out.chunk(2, dim=2)
+            noisy.append(of_noisy)
+            clean.append(of_clean)
     return torch.cat([*noisy, *clean], dim=2)
 
 
 @functools.lru_cache(maxsize=256)
 def group_mask(length: int, block_size: int, start: int, stop: int, device: torch.device) -> torch.Tensor:
     """bool[2 * (stop - start), stop - start + stop]: queries noisy and clean, keys noisy of the group and all clean."""
-    group = torch.arange(start, stop, device=device)
-    queries = torch.cat([group, group + length])
-    keys = torch.cat([group, torch.arange(length, length + stop, device=device)])
-    return may_see(queries[:, None], keys[None, :], length=length, block_size=block_size)
+    with torch.inference_mode(False):  # kept for later calls, which may train
+        group = torch.arange(start, stop, device=device)
+        queries = torch.cat([group, group + length])
+        keys = torch.cat([group, torch.arange(length, length + stop, device=device)])
+        return may_see(queries[:, None], keys[None, :], length=length, block_size=block_size)
 
 
 @functools.lru_cache(maxsize=8)
@@ -113,7 +122,8 @@ def flex_mask(length: int, block_size: int, device: torch.device) -> BlockMask:
     def mask_mod(batch, head, query, key):
         return may_see(query, key, length=length, block_size=block_size)
 
-    return create_block_mask(mask_mod, B=None, H=None, Q_LEN=2 * length, KV_LEN=2 * length, device=device)
+    with torch.inference_mode(False):  # as above
+        return create_block_mask(mask_mod, B=None, H=None, Q_LEN=2 * length, KV_LEN=2 * length, device=device)
 
 
 @functools.cache

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from typing import Self
 
 import numpy as np
 
@@ -42,6 +44,11 @@ class Card(Objective):
             supervised=supervised,
             t=sum(t * length for t, length in levels) / len(tokens),
         )
+
+    def for_validation(self) -> Self:
+        """All samples with noise, so that runs compare: what is clean is measured beside it."""
+        noised = dataclasses.replace(self.config, clean_fraction=0.0)
+        return type(self)(noised, mask_id=self.mask_id, eod_id=self.eod_id)
 
     def segments(self, tokens: np.ndarray) -> list[slice]:
         """The stretches that t, window, neighbour and score restart at: the sample, or each of its documents."""

@@ -16,6 +16,8 @@ from card_megatron.objectives.keys import SampleKey
 
 T_FLOOR = 1e-3
 """With `masks: bernoulli`: lower levels are raised to this one. See `noise`."""
+ROUNDING = 1e-9
+"""A share of 0.7 of 10 positions is 7 of them, though 0.7 * 10 may not be 7.0."""
 
 
 class Mdlm(Objective):
@@ -52,7 +54,8 @@ class Mdlm(Objective):
 
         `bernoulli`: each position on its own with probability t = max(u, T_FLOOR). The levels raised to the floor are
         a share T_FLOOR of all, and have weight 1/T_FLOOR: together they are the reconstruction term of a diffusion
-        that starts at T_FLOOR, so the bound of that diffusion is whole and nothing near 0 is cut off.
+        that starts at T_FLOOR, so the bound of that diffusion is whole and nothing near 0 is cut off. In a clipped
+        range the masks of a block are drawn until their share lies in it too, as BD3LM's authors train.
         """
         rng = key.rng()
         blocks = supervised.reshape(-1, self.block_size(len(supervised)))
@@ -67,6 +70,8 @@ class Mdlm(Objective):
         else:
             t = np.maximum(levels, T_FLOOR)
             masked = order < t[:, None]
+            while (again := self.outside_range(masked, sizes)).any():
+                masked[again] = np.where(blocks[again], rng.random(masked[again].shape), 2.0) < t[again, None]
         weights = np.divide(1.0, t[:, None], out=np.zeros(blocks.shape), where=masked)
         return masked.ravel(), weights.ravel(), float((t * sizes).sum() / max(1, sizes.sum()))
 
@@ -75,11 +80,19 @@ class Mdlm(Objective):
         if self.config.t_sampler == "uniform":
             uniform = rng.random(blocks)
         else:
-            # evenly over the blocks of a sample, in random order, and turned by the sample's own even spacing
-            uniform = (key.stratified() + rng.permutation(blocks) / blocks) % 1.0
+            # each block of a sample has a stratum of its own, in random order; where in it goes evenly over samples
+            uniform = (rng.permutation(blocks) + key.stratified()) / blocks
         return self.config.t_min + (self.config.t_max - self.config.t_min) * uniform
 
+    def outside_range(self, masked: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """bool[blocks]: other masks would bring the share of masked positions into [t_min, t_max]."""
+        least = np.ceil(self.config.t_min * sizes - ROUNDING)
+        most = np.floor(self.config.t_max * sizes + ROUNDING)
+        counts = masked.sum(1)
+        # of 2 positions none is 45% to 48%: there every draw stands
+        return (least <= most) & ((counts < least) | (counts > most))
+
     def for_validation(self) -> Self:
-        """Noise levels of the whole range: those of a clipped schedule alone bound nothing."""
-        whole = dataclasses.replace(self.config, t_min=0.0, t_max=1.0)
+        """Levels of the whole range, since those of a clipped schedule alone bound nothing, by the better estimator."""
+        whole = dataclasses.replace(self.config, t_min=0.0, t_max=1.0, masks="count")
         return type(self)(whole, mask_id=self.mask_id, eod_id=self.eod_id)

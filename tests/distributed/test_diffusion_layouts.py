@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from card_megatron.evaluation.texts import TextSet
 from card_megatron.testing import run_distributed
 from tests.scoring import trained_diffusion
 
 LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 1)], 4: [(2, 2), (1, 1)]}
 """World size -> (tensor, pipeline); what is left are replicas."""
+REQUESTS = [("the name of", word) for word in (" a file", " the list", " a")]
+TEXTS = TextSet("some", Path("some.txt"), ["the name of the file is a string. " * 8, "a list of", "the value " * 30])
 PROMPTS = ["def main", "", "import os", "The", "Return the list of"]
 
 
@@ -35,10 +38,14 @@ def some_pairs() -> list[tuple[list[int], list[int]]]:
 
 
 def evaluate_all(runs: dict[str, Path], layouts: list[tuple[int, int]]) -> dict[tuple[str, int, int], dict[str, Any]]:
+    from lm_eval.api.instance import Instance
+
     from card_megatron.decoding.model import open_model
     from card_megatron.decoding.sampling import SamplingParams
     from card_megatron.decoding.text import Generation, generate
     from card_megatron.evaluation.bound import BoundScorer
+    from card_megatron.evaluation.harness import CardLM
+    from card_megatron.evaluation.perplexity import measure
 
     found = {}
     for name, path in runs.items():
@@ -53,7 +60,11 @@ def evaluate_all(runs: dict[str, Path], layouts: list[tuple[int, int]]) -> dict[
                         Generation(max_new_tokens=10, sampling=SamplingParams(temperature=1.0, seed=3), batch_size=2),
                     )
                 ]
+                lm = CardLM(model=model, mc_samples=3)
+                answers = lm.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in REQUESTS])
                 found[name, tensor, pipeline] = {
+                    **{"perplexity": measure(model, TEXTS, window=32, samples=3), "answers": answers},
+                    "likelihood": lm.likelihood(),
                     **{"scores": scores, "texts": texts, "scored": scorer.scored_here, "truncated": scorer.truncated},
                     "block": model.block_size,
                 }
@@ -75,3 +86,22 @@ def test_bounds_and_texts_are_those_of_one_process(views):
             assert score.logprob == pytest.approx(wanted.logprob, abs=1e-3, rel=1e-6), (name, world_size, tensor)
             assert score.error == pytest.approx(wanted.error, abs=1e-3, rel=1e-6) and score.greedy == wanted.greedy
     assert all(score.error > 0 for score in views["mdlm", 1, 1, 1][0]["scores"] if score.logprob < -50)
+
+
+def test_perplexities_and_answers_of_the_harness_are_those_of_one_process(views):
+    """What a table shows: with its samples and its error."""
+    for (name, *_), ranks in views.items():
+        alone = views[name, 1, 1, 1][0]
+        for rank in ranks:
+            ours, theirs = rank["perplexity"].record(), alone["perplexity"].record()
+            assert ours["nll"] == pytest.approx(theirs["nll"], rel=1e-5) and ours["how"] == "ELBO, 3 samples"
+            assert ours["nll_sampling_error"] == pytest.approx(theirs["nll_sampling_error"], rel=1e-3)
+            assert ours["nll_sampling_error"] > 0 and ours["tokens"] == theirs["tokens"]
+            for (logprob, greedy), (wanted, chosen) in zip(rank["answers"], alone["answers"], strict=True):
+                assert logprob == pytest.approx(wanted, abs=1e-3) and greedy == chosen
+            likelihood = rank["likelihood"]
+            assert likelihood["likelihood"] == "bound" and likelihood["mc_samples"] == 3
+            assert likelihood["mean_loglikelihood_error"] == pytest.approx(
+                alone["likelihood"]["mean_loglikelihood_error"], rel=1e-3
+            )
+            assert likelihood["mean_loglikelihood_error"] > 0

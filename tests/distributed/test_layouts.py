@@ -51,6 +51,7 @@ LAYOUTS: dict[int, dict[str, list[str]]] = {
         "CP2 mdlm": [CP, *MDLM],
         "PP2xVPP2 mdlm": [PP, VPP, *MDLM],
         "TP2 mdlm": [TP, *MDLM],
+        "TP2 bd3lm": [TP, *BD3LM],
         "TP2+SP bd3lm": [TP, SP, *BD3LM],
         "PP2xVPP2 bd3lm": [PP, VPP, *BD3LM],
         "DP2 bd3lm": [ONE_ROW, *BD3LM],

@@ -35,6 +35,7 @@ EXACT = {
     "TP2": (2, [TP, *DROPOUT]),
     "PP2xVPP2": (2, [PP, VPP]),
     "TP2+SP bd3lm": (2, [TP, SP, *BD3LM]),
+    "DP2 mdlm": (2, [ONE_ROW, *MDLM]),
 }
 
 

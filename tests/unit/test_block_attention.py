@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from card_megatron.config.derived import flops_per_token, parameter_count
 from card_megatron.config.schema import ModelConfig, ObjectiveConfig
-from card_megatron.model.block_attention import attend_by_groups, flex_mask, may_see
+from card_megatron.model.block_attention import attend_by_groups, flex_mask, group_mask, may_see
 
 
 def by_definition(query: int, key: int, length: int, block_size: int) -> bool:
@@ -69,12 +69,35 @@ def masked_sdpa(q, k, v, attn_mask):
 
 @pytest.mark.parametrize(("length", "block_size"), [(8, 4), (128, 1), (160, 16), (192, 96), (200, 200), (136, 8)])
 def test_groups_of_blocks_equal_the_dense_mask(length, block_size):
-    """Lengths of one group and of several, whole and not."""
+    """Lengths of one group and of several, whole and not; blocks in groups, and blocks that are groups."""
     dense = dense_mask(length, block_size)
     ours = outputs_and_gradients(lambda q, k, v: attend_by_groups(masked_sdpa, q, k, v, block_size), length)
     theirs = outputs_and_gradients(lambda q, k, v: masked_sdpa(q, k, v, dense), length)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("length", "block_size"), [(256, 64), (256, 128), (256, 256)])
+def test_large_blocks_compute_no_pair_that_is_masked(length, block_size):
+    pairs = []
+
+    def counted(q, k, v, attn_mask):
+        pairs.append(q.shape[2] * k.shape[2])
+        return masked_sdpa(q, k, v, attn_mask)
+
+    attend_by_groups(counted, *inputs(length), block_size)
+    places = torch.arange(2 * length)
+    allowed = may_see(places[:, None], places[None, :], length=length, block_size=block_size)
+    assert sum(pairs) == int(allowed.sum())
+
+
+def test_masks_that_are_kept_serve_training_after_inference():
+    q, k, v = (x.detach().float() for x in inputs(40))
+    group_mask.cache_clear()
+    with torch.inference_mode():
+        attend_by_groups(masked_sdpa, q, k, v, 8)
+    attend_by_groups(masked_sdpa, q.requires_grad_(), k, v, 8).sum().backward()
+    assert q.grad is not None and q.grad.isfinite().all()
 
 
 def test_flex_attention_has_the_same_mask():

@@ -70,10 +70,7 @@ def test_the_epochs_are_of_the_data_that_their_comments_name():
     assert run.checkpoint.keep_every == math.ceil(steps) and run.checkpoint.keep_every % run.checkpoint.interval == 0
 
 
-TWINS = [*PARADIGMS[:4], "mdlm_lm1b", "bd3lm_epochs", "bd3lm_block_4_clipped", "card_arm_mix_25"]
-
-
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", ROWS)
 def test_every_twin_trains(corpus, tmp_path, name):
     data = [f"--data.tokenizer={corpus}/tokenizer.model", f"--data.train=[{corpus}/first]", "--data.num_workers=0"]
     if "epochs" not in name:

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 
 from card_megatron.config import ConfigError, load_config
+from card_megatron.data.datasets import ObjectiveDataset
 from card_megatron.data.loader import Batch
 from card_megatron.model import unwrap
 from card_megatron.platform import Ranks
@@ -82,6 +83,32 @@ def test_arm_step_is_megatrons_gpt_step_bit_for_bit(build):
     assert read_report(result.report.tolist())["loss"] == float(losses.detach().sum()) / losses.numel()
     for (name, _), grad in zip(model.named_parameters(), wanted, strict=True):
         assert torch.equal(kept[name], grad * scale), name
+
+
+@pytest.mark.parametrize("name", ["mdlm", "bd3lm"])
+def test_a_diffusion_step_is_the_weighted_nll_over_all_targets(build, name):
+    """Loss and gradients against the bound by hand, from the logits: 1/t on masked tokens, divided by all of them."""
+    blocks = ["--objective.block_size=8"] if name == "bd3lm" else []
+    state = build(f"--objective.name={name}", "--train.micro_batch_size=8", "--model.vocab_size=512", *blocks)
+    model = unwrap(state.model)[0]
+    noised = ObjectiveDataset(state.datasets.train, state.objective, state.config.seed, "train")
+    samples = [noised[index] for index in range(8)]
+    tokens, labels, weights = (torch.stack([one[part] for one in samples]) for part in ("tokens", "labels", "weights"))
+    logits = model(tokens, None, None).float()
+    logits[..., state.objective.mask_id] = logits[..., 512:] = -math.inf
+    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+    masked = tokens[:, : labels.shape[1]] == state.objective.mask_id
+    assert torch.equal(masked, weights > 0) and not masked.all()
+    wanted = torch.where(masked, nll * weights, 0.0).sum() / labels.numel()
+    gradients = torch.autograd.grad(wanted, list(model.parameters()))
+    kept = {}
+    state.optimizer.prepare_grads = lambda: kept.update(
+        {name: param.main_grad.clone() for name, param in model.named_parameters()}
+    )
+    result = train_step(state)
+    assert read_report(result.report.tolist())["loss"] == pytest.approx(float(wanted.detach()), rel=1e-6)
+    for (name, _), grad in zip(model.named_parameters(), gradients, strict=True):
+        torch.testing.assert_close(kept[name], grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 # ---------------------------------------------------------------- the step
