@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> None:
     if launch is not None:
         from card_megatron.commands.study_jobs import submit_all
 
-        return submit_all(study, runs, launch, dry_run=options.dry_run)
+        return submit_all(study, runs, launch, dry_run=options.dry_run, again=options.again)
     execute(study, runs, options)
 
 
@@ -79,6 +79,11 @@ def parser() -> argparse.ArgumentParser:
     go.add_argument("--jobs", type=at_least(1), help="runs at a time on this machine (default: 1)")
     go.add_argument("--threads", type=at_least(1), help="of each (default: the cores, shared among --jobs)")
     go.add_argument("--minutes", type=float, help="then save, stop and leave the rest to the next start")
+    go.add_argument(
+        "--again",
+        action="store_true",
+        help="also train what has a record but was not trained in this folder; the record is then written anew",
+    )
     go.add_argument("--dry-run", action="store_true", help="check every run, and show what would be done")
     go.add_argument("--slurm", nargs=argparse.REMAINDER, help=SLURM)
     status = parts.add_parser("status", help="how the runs stand")
@@ -112,9 +117,10 @@ def execute(study: Study, runs: list[StudyRun], options: argparse.Namespace) -> 
         raise ConfigError(f"--minutes {options.minutes} must be more than 0")
     jobs = options.jobs or 1
     threads = options.threads or max(1, (os.cpu_count() or 1) // jobs)
-    executor = Executor(study, runs, jobs=jobs, threads=threads, minutes=options.minutes)
-    check_runs(executor.todo)
-    check_evaluations(study, executor.todo)
+    executor = Executor(study, runs, jobs=jobs, threads=threads, minutes=options.minutes, again=options.again)
+    if executor.todo:
+        check_runs(executor.todo)
+        check_evaluations(study, executor.todo)
     if options.dry_run:
         for item in executor.progress:
             print(f"{item.run.label:<24} {item.state:<8} card train {shlex.join(item.run.options())}")
@@ -123,8 +129,8 @@ def execute(study: Study, runs: list[StudyRun], options: argparse.Namespace) -> 
         return
     if not executor.todo:
         print(
-            f"{study.path}: every run has its record in {study.result_path(runs[0]).parent}; to train them once more, "
-            "declare another `results` and another `folder`"
+            f"{study.path}: every run has its record in {study.result_path(runs[0]).parent}; --again trains them here "
+            "once more"
         )
         return
     for item in executor.progress:
@@ -220,6 +226,8 @@ def write_report(study: Study, options: argparse.Namespace) -> None:
     if options.into is not None:
         with_part(options.into, study.name, "")  # refuses a page without its marks before anything is written
     folder = options.output or study.path.parent / "reports"
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--output {folder} is a file; name the folder that the page and its pictures go into")
     findings = read_findings(study)
     folder.mkdir(parents=True, exist_ok=True)
     for name, near in unknown_metrics(findings).items():

@@ -26,12 +26,14 @@ JOBS = "study_jobs.json"
 """In a run directory: the jobs that were submitted for it last."""
 
 
-def submit_all(study: Study, runs: Sequence[StudyRun], options: list[str], *, dry_run: bool) -> None:
+def submit_all(
+    study: Study, runs: Sequence[StudyRun], options: list[str], *, dry_run: bool, again: bool = False
+) -> None:
     """Refuses all before it submits any."""
     for name, why in REFUSED.items():
         if any(word.partition("=")[0] == name for word in options):
             raise ConfigError(f"--slurm {name}: {why}; leave it out")
-    todo = [run for run in runs if not is_done(study, run)]
+    todo = [run for run in runs if not is_done(study, run, here=again)]
     check_evaluations(study, todo)
     queued = set() if dry_run else queued_jobs()
     for run in todo[:]:

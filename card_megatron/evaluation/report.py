@@ -65,11 +65,11 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: i
 
 
 def shown(value: float | None, error: float | None = None, digits: int | None = None) -> str:
-    """A number with its standard error: 4 significant digits, or as many decimals as are asked for."""
+    """A number with its standard error: 4 digits of the larger one, or as many decimals as are asked for."""
     if value is None or not math.isfinite(value):
         return NOTHING
     if digits is None:
-        size = abs(value) or abs(error or 0.0)
+        size = max(abs(value), abs(error) if error is not None and math.isfinite(error) else 0.0)
         digits = max(0, 3 - math.floor(math.log10(size))) if size and math.isfinite(size) else 2
     text = f"{value:,.{digits}f}"
     return text if error is None or not math.isfinite(error) else f"{text} ± {error:,.{digits}f}"

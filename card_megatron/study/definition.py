@@ -156,6 +156,11 @@ def is_perplexity(metric: str) -> bool:
     return PERPLEXITY.search(metric.partition(STRATEGY)[0]) is not None
 
 
+def perplexity(nats: float) -> float:
+    """exp, and infinity where that is too large for a float."""
+    return math.exp(nats) if nats < 700 else math.inf
+
+
 def shown_option(value: Any) -> str:
     """As YAML has it."""
     return ".inf" if isinstance(value, float) and math.isinf(value) else str(value)

@@ -37,8 +37,11 @@ class Progress:
     why: str = ""
 
 
-def is_done(study: Study, run: StudyRun) -> bool:
-    """Its record is there, with every evaluation that the study asks for; refuses a record of something else."""
+def is_done(study: Study, run: StudyRun, *, here: bool = False) -> bool:
+    """Its record is there, with every evaluation that the study asks for; refuses a record of something else.
+
+    `here`: and the run that it is of was trained in this folder.
+    """
     path = study.result_path(run)
     if not path.is_file():
         return False
@@ -50,6 +53,8 @@ def is_done(study: Study, run: StudyRun) -> bool:
             f"{path} was trained on other data ({there}) than stands there now ({declared}); a study compares runs of "
             "the same data: build it again as it was, or move the records away"
         )
+    if here and not (is_trained(run) and earlier_record(study, run)):
+        return False
     return not missing_evaluations(study, record)
 
 
@@ -119,12 +124,22 @@ def is_trained(run: StudyRun) -> bool:
 class Executor:
     """A few workers over a queue of runs; a signal, or the end of the time, asks the processes to save and end."""
 
-    def __init__(self, study: Study, runs: Sequence[StudyRun], *, jobs: int, threads: int, minutes: float | None):
+    def __init__(
+        self,
+        study: Study,
+        runs: Sequence[StudyRun],
+        *,
+        jobs: int,
+        threads: int,
+        minutes: float | None,
+        again: bool = False,
+    ):
+        """`again`: runs whose record is of another folder are trained here once more."""
         self.study, self.jobs, self.threads, self.minutes = study, jobs, threads, minutes
         self.progress = [Progress(run, why=why_again(study, run)) for run in runs]
         self.waiting: queue.SimpleQueue[Progress] = queue.SimpleQueue()
         for item in self.progress:
-            if is_done(study, item.run):
+            if is_done(study, item.run, here=again):
                 item.state = "done"
             else:
                 self.waiting.put(item)

@@ -10,6 +10,7 @@ from typing import Any
 
 from card_megatron.config.errors import ConfigError
 from card_megatron.config.keys import suggestion
+from card_megatron.evaluation.compare import arrow
 from card_megatron.study.definition import STRATEGY, Study, StudyRun, is_perplexity
 from card_megatron.study.intervals import Interval, crossings, interval, paired, pooled
 from card_megatron.study.stored import record_of
@@ -124,7 +125,7 @@ def cell_names(findings: Findings) -> list[str]:
 
 
 def unknown_metrics(findings: Findings) -> dict[str, str]:
-    """What the study shows and no record has, not measured yet or misspelt: name -> what may be meant."""
+    """What the study shows and no record has: name -> what may be meant, or that runs are still to come."""
     study = findings.study
     cells = {name.partition(STRATEGY)[0] for name in cell_names(findings)} | {*cell_names(findings)}
     curves = {name for runs in findings.records.values() for record in runs.values() for name in record["curves"]}
@@ -134,7 +135,9 @@ def unknown_metrics(findings: Findings) -> dict[str, str]:
     for metrics in study.curves.values():
         if not curves & {*metrics}:
             found[" or ".join(metrics)] = suggestion(metrics[0], curves)
-    return found
+    if all(len(findings.records.get(run, {})) == len(study.seeds) for run in study.runs):
+        return found
+    return dict.fromkeys(found, "; runs that are not finished may bring it")
 
 
 def curve_of(findings: Findings, run: str, seed: int, metrics: list[str]) -> dict[int, tuple[float, float]]:
@@ -175,9 +178,16 @@ def curve_name(findings: Findings, run: str, metrics: list[str]) -> str:
     return run + (" (bound)" if "bound" in drawn_metric(findings, run, metrics) else "") + few
 
 
-def crossing_points(findings: Findings, metrics: list[str]) -> Iterator[tuple[str, float, float]]:
+def relation(findings: Findings, run: str, baseline: str, metric: str) -> str:
+    """What bounds make of a difference from the baseline: at most this, at least this, or neither can be said."""
+    if arrow(metric) != "↓":
+        return ""
+    ours, theirs = (bool(findings.bound(name, metric)) for name in (run, baseline))
+    return {(True, False): "≤ ", (False, True): "≥ ", (True, True): "of bounds: "}.get((ours, theirs), "")
+
+
+def crossing_points(findings: Findings, metrics: list[str], baseline: str) -> Iterator[tuple[str, float, float]]:
     """(run, epoch, value) where a run's mean curve falls below the baseline's, over the seeds that both have."""
-    baseline = findings.study.compared_with
     if not findings.study.epochs or baseline not in findings.records:
         return
     for run, records in findings.records.items():

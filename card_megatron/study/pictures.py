@@ -12,7 +12,7 @@ from card_megatron.evaluation.report import picture
 from card_megatron.study.definition import STRATEGY
 from card_megatron.study.findings import Findings, crossing_points, curve_name, curve_of, mean_curve
 
-LINES, COLOURS = (".-", "+--", "x:"), 10
+LINES, MARKS, COLOURS = (".-", "+--", "x:"), "os^", 10
 """Matplotlib's colours begin again after ten curves."""
 
 
@@ -49,8 +49,9 @@ def draw_curves(findings: Findings, name: str, metrics: list[str], path: Path) -
             if epochs:
                 best = min(curve, key=lambda point: point[1])
                 axes.plot(*best, "*", markersize=12, color=line.get_color())
-        for _, place, value in crossing_points(findings, metrics):
-            axes.plot(place, value, "x", markersize=10, color="black")
+        for baseline in findings.study.baselines:
+            for _, place, value in crossing_points(findings, metrics, baseline):
+                axes.plot(place, value, "x", markersize=10, color="black")
     return True
 
 
@@ -65,13 +66,12 @@ def draw_points(findings: Findings, name: str, metrics: list[str], path: Path) -
     if not known:
         return False
     with picture(path, f"{findings.study.title}: {name}", *(f"{one} {arrow(one)}".strip() for one in metrics)) as axes:
-        for label, seeds in known.items():
+        for number, (label, seeds) in enumerate(known.items()):
             xs, ys = zip(*seeds, strict=True)
-            mean = statistics.fmean(xs), statistics.fmean(ys)
-            (mark,) = axes.plot(*mean, "o", markersize=8)
+            shape = MARKS[number // COLOURS % len(MARKS)]
+            (mark,) = axes.plot(statistics.fmean(xs), statistics.fmean(ys), shape, markersize=8, alpha=0.8, label=label)
             if len(seeds) > 1:
-                axes.plot(xs, ys, "o", markersize=3, alpha=0.5, color=mark.get_color())
-            axes.annotate(label, mean, xytext=(6, 4), textcoords="offset points", fontsize="small")
+                axes.plot(xs, ys, shape, markersize=3, alpha=0.5, color=mark.get_color())
         axes.margins(0.15)
     return True
 

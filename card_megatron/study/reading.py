@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -26,13 +27,15 @@ KINDS: dict[type, tuple[str, ...]] = {
     bool: ("epochs", "pooled"),
     str: ("baseline", "title", "config", "folder", "results"),
 }
+EXAMPLES = {list: "a list, as [1, 2]", bool: "true or false", str: "text (in quotes where YAML takes it for more)"}
 MAPPINGS = ("runs", "every", "evaluate", "columns", "curves", "points")
 """What the fields of a study's file must be."""
 
 
 def read_study(path: Path) -> Study:
     if not path.is_file():
-        raise ConfigError(f"{path} is not there; examples/study has studies to begin with")
+        what = "is a folder" if path.is_dir() else "is not there"
+        raise ConfigError(f"{path} {what}; name a study's YAML file: examples/study has some to begin with")
     try:
         tree = yaml.load(path.read_text("utf-8"), StrictLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -44,7 +47,7 @@ def read_study(path: Path) -> Study:
         if key not in known:
             raise ConfigError(f"{path}: unknown key {key}{suggestion(str(key), known)}; a study has {', '.join(known)}")
     for key in ("title", "config", "runs"):
-        if not tree.get(key):
+        if tree.get(key) in (None, "", {}):
             raise ConfigError(f"{path} has no {key}; a study needs title, config and runs")
     for key in MAPPINGS:
         if key in tree:
@@ -58,6 +61,8 @@ def read_study(path: Path) -> Study:
 
 
 def refuse_no_mapping(path: Path, key: str, value: Any) -> None:
+    if value is None:
+        raise ConfigError(f"{path}: {key} is empty; give it names, or leave it out")
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: {key} must be a mapping of names; it is a {type(value).__name__}")
     for name in value:
@@ -69,7 +74,7 @@ def problems_of_kind(study: Study) -> Iterator[str]:
     for kind, keys in KINDS.items():
         for key in keys:
             if not isinstance(getattr(study, key), kind):
-                yield f"{key}={getattr(study, key)!r} must be a {kind.__name__}"
+                yield f"{key}={getattr(study, key)!r} must be {EXAMPLES[kind]}"
 
 
 def problems_of(study: Study) -> Iterator[str]:
@@ -85,8 +90,14 @@ def problems_of(study: Study) -> Iterator[str]:
             yield f"runs: {name} must be {{section.key: value}}; it is {given!r}"
         elif any(value is given for value in given.values()):
             yield f"runs: {name} holds itself"
+        elif nested := [key for key, value in given.items() if isinstance(value, dict) and "." not in str(key)]:
+            inner = next(iter(given[nested[0]]), "key")
+            yield f"runs: {name}: {nested[0]} is a section; write its fields with dots, as {nested[0]}.{inner}"
         elif set(given) & set(OWN):
             yield f"runs: {name} gives {', '.join(sorted(set(given) & set(OWN)))}, which the study decides"
+    for name, other in itertools.combinations(study.runs, 2):
+        if name.lower() == other.lower():
+            yield f"runs: {name} and {other} are one file where case does not count; rename one"
     for key, names in (("baseline", [study.baseline] if study.baseline else []), ("also_against", study.also_against)):
         for name in names:
             if name not in study.runs:

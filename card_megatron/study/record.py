@@ -93,7 +93,17 @@ def commit() -> str | None:
 
 
 def machine() -> str:
-    return f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+    return f"{os.cpu_count()} cores, {processor()}, Python {platform.python_version()}"
+
+
+def processor() -> str:
+    """Its name where the kernel tells, else the architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.machine()
 
 
 def collect(study: Study, run: StudyRun) -> dict[str, Any]:

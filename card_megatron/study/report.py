@@ -8,7 +8,7 @@ from typing import Any
 
 from card_megatron.evaluation.compare import arrow
 from card_megatron.evaluation.report import NOTHING, markdown_table, shown
-from card_megatron.study.definition import STRATEGY, is_perplexity, shown_option
+from card_megatron.study.definition import STRATEGY, is_perplexity, perplexity, shown_option
 from card_megatron.study.findings import (
     SPEED,
     Findings,
@@ -17,21 +17,22 @@ from card_megatron.study.findings import (
     curve_name,
     differences,
     mean_curve,
+    relation,
     strategies,
     strategy_difference,
     strategy_metrics,
 )
 from card_megatron.study.intervals import Interval, interval
 
-ABOUT = """Means over seeds with 95% intervals (Student's t over seeds; the same held-out texts for all). Perplexities
-are averaged and compared as their logarithms, nats per token: a mean is geometric, with its interval in brackets, and
-a difference is a ratio beside its nats. {differences}
+ABOUT = """Means over seeds with 95% intervals (Student's t over seeds; two that happen to agree have a narrow one). All
+runs of a seed see the same held-out texts. Perplexities are averaged and compared as their logarithms, nats per token:
+a mean is geometric, with its interval in brackets, and a difference is a ratio beside its nats. {differences}
 It counts where its interval leaves 0 out; else it reads *no difference seen*. Where a run has
 but a bound (≤), so has its difference: it may be smaller, or none."""
 PAIRED = "A difference is paired by seed."
 POOLED = """A difference is paired by seed. All differences of a column share one spread, that of its runs
-around run + seed: as variants of one another they are taken to vary alike, which two seeds cannot check. One
-difference in twenty is seen where there is none."""
+around run + seed: as variants of one another they are taken to vary alike, which two seeds cannot check. The
+intervals of a column hold together (Bonferroni over its runs)."""
 
 
 def report(findings: Findings, pictures: Mapping[str, str]) -> str:
@@ -89,9 +90,9 @@ def mean_cell(findings: Findings, run: str, metric: str) -> str:
     bound = findings.bound(run, metric)
     if is_perplexity(metric):
         known = interval([math.log(value) for value in values.values()])
-        text = shown(math.exp(known.mean))
+        text = shown(perplexity(known.mean))
         if known.half is not None:
-            text += f" [{shown(math.exp(known.mean - known.half))}, {shown(math.exp(known.mean + known.half))}]"
+            text += f" [{shown(perplexity(known.mean - known.half))}, {shown(perplexity(known.mean + known.half))}]"
     else:
         known = interval([*values.values()])
         text = shown(known.mean, known.half)
@@ -123,18 +124,10 @@ def differences_table(findings: Findings, baseline: str) -> str:
     return f"Difference from `{baseline}`:\n\n" + markdown_table(["run", *columns], rows)
 
 
-def relation(findings: Findings, run: str, baseline: str, metric: str) -> str:
-    """What bounds make of a difference from the baseline: at most this, at least this, or neither can be said."""
-    if arrow(metric) != "↓":
-        return ""
-    ours, theirs = (bool(findings.bound(name, metric)) for name in (run, baseline))
-    return {(True, False): "≤ ", (False, True): "≥ ", (True, True): "of bounds: "}.get((ours, theirs), "")
-
-
 def verdict(difference: Interval, ratio: bool = False, relation: str = "") -> str:
     text = f"{'+' if difference.mean > 0 else ''}{shown(difference.mean, difference.half)}"
     if ratio:
-        text = f"x {math.exp(difference.mean):.3f} ({text} nats)"
+        text = f"x {perplexity(difference.mean):.3f} ({text} nats)"
     text = relation + text + (", one seed" if difference.count < 2 else "")
     return f"no difference seen: {text}" if difference.apart_from_zero is False else text
 
@@ -184,32 +177,35 @@ def origins(findings: Findings) -> str:
     ]
     header = ["record", "config hash", "commit", "machine", "tokens", "hours of training"]
     table = "Every cell comes from these records:\n\n" + markdown_table(header, rows, left=4)
-    changed = any((row[2] or "").endswith("+") for row in rows)
-    return table + ("\n`+`: with changes of the package that were not committed.\n" if changed else "")
+    hours = sum(record["hours"] for runs in findings.records.values() for record in runs.values())
+    said = f"\n{hours:.1f} hours of training in all."
+    if any((row[2] or "").endswith("+") for row in rows):
+        said += " `+`: with changes of the package that were not committed."
+    return table + said + "\n"
 
 
 def crossings_text(findings: Findings) -> str:
-    """Of a study by epochs: the best point of each run, and where it passes the baseline."""
-    if not findings.study.epochs:
+    """Of a study by epochs: the best point of each run, and where it passes the baselines."""
+    study = findings.study
+    if not study.epochs:
         return ""
     rows = []
-    for name, metrics in findings.study.curves.items():
-        crossed: dict[str, list[float]] = {}
-        for run, place, _ in crossing_points(findings, metrics):
-            crossed.setdefault(run, []).append(place)
+    for name, metrics in study.curves.items():
+        crossed = {baseline: [*crossing_points(findings, metrics, baseline)] for baseline in study.baselines}
         for run in findings.records:
             curve = mean_curve(findings, run, metrics)
             if curve:
                 epoch, value = min(curve, key=lambda point: point[1])
-                passes = ", ".join(f"{place:.1f}" for place in crossed.get(run, [])) or NOTHING
+                passes = [[place for one, place, _ in points if one == run] for points in crossed.values()]
                 below = below_best(findings, run, metrics)
                 rows.append(
                     [
                         *(name, curve_name(findings, run, metrics), shown(value), f"{epoch:.1f}"),
-                        *(shown(curve[-1][1]), f"{curve[-1][0]:.1f}", passes),
+                        *(shown(curve[-1][1]), f"{curve[-1][0]:.1f}"),
                         NOTHING if below is None else f"{below:.1f}",
+                        *(", ".join(f"{place:.1f}" for place in places) or NOTHING for places in passes),
                     ]
                 )
-    baseline = findings.study.compared_with
-    falls = f"falls below {baseline} at", f"falls below the best of {baseline} at"
+    falls = [f"falls below the best of {study.compared_with} at"]
+    falls += [f"falls below {baseline} at" for baseline in study.baselines]
     return markdown_table(["curve", "run", "best", "at epoch", "last", "at epoch", *falls], rows, left=2)

@@ -40,7 +40,7 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text("utf-8"), parse_constant=refuse_constant)
         if record["kind"] != KIND:
-            raise ValueError("no study_run")
+            raise ValueError(f"its kind is {record['kind']!r}, not {KIND!r}")
         check_fields(record)
         for name, known in record["cells"].items():
             check_cell(name, known)
@@ -53,10 +53,21 @@ def read_record(path: Path) -> dict[str, Any]:
             if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
                 raise TypeError(f"evaluations: {name}: arguments")
             if not set(evaluation["cells"]) <= set(record["cells"]):
-                raise ValueError(f"evaluations: {name}")
+                raise ValueError(f"evaluation {name} names cells that are not there")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is no record of a study's run ({error}); move it away") from error
+        raise ConfigError(
+            f"{path} is no whole record of a study's run: {fault_of(error)}; restore it from where it is "
+            "committed, or move it away and run the study once more"
+        ) from error
     return record
+
+
+def fault_of(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"it has no {error.args[0]}"
+    if isinstance(error, (OSError, ValueError)):
+        return str(error)
+    return f"{error} is not of its kind"
 
 
 def refuse_constant(word: str) -> None:
@@ -69,7 +80,7 @@ def check_fields(record: dict[str, Any]) -> None:
             raise TypeError(name)
     for name in ("seed", "steps", "tokens", "hours"):
         if not is_number(record[name]) or record[name] < 0:
-            raise ValueError(name)
+            raise ValueError(f"{name}={record[name]!r} must be a number that is not negative")
     for name, kind in OPTIONAL.items():
         if record.setdefault(name, None) is not None and not isinstance(record[name], kind):
             raise TypeError(name)
@@ -87,7 +98,7 @@ def check_curve(name: str, curve: dict[str, Any]) -> None:
     parts = [curve[part] for part in ("tokens", "epochs", "values") if curve[part] is not None]
     places = [*curve["tokens"], *(curve["epochs"] or ())]
     if len({len(part) for part in parts}) != 1:
-        raise ValueError(f"curves: {name}")
+        raise ValueError(f"the parts of curve {name} have different lengths")
     if not all(map(is_number, places)) or not all(value is None or is_number(value) for value in curve["values"]):
         raise TypeError(f"curves: {name}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import pytest
 import yaml
 
 from card_megatron.cli import main as card
+from card_megatron.commands.study import with_part
 from card_megatron.commands.study_checks import check_evaluations
 from card_megatron.config.errors import ConfigError
 from card_megatron.study import execute
@@ -29,6 +31,7 @@ from card_megatron.study.reading import read_study
 from card_megatron.study.record import evaluation_path, gradient_cells, is_evaluated, thinned
 from card_megatron.study.report import report
 from card_megatron.study.stored import read_record
+from card_megatron.study.summary import summary
 from tests.curves import BASE
 from tests.studies import record_of, study_with, write_study
 
@@ -73,6 +76,9 @@ def test_the_grid_is_whole_seed_by_seed(tmp_path):
         ({"runs": {"a": 3}}, r"a must be \{section.key: value\}; it is 3"),
         ({"baseline": "b"}, "baseline=b is no run"),
         ({"also_against": ["b"]}, "also_against=b is no run"),
+        ({"runs": {"a": {}, "A": {}}}, "A and a are one file where case does not count"),
+        ({"runs": {"a": {"objective": {"name": "arm"}}}}, r"write its fields with dots, as objective\.name"),
+        ({"seeds": "two"}, r"seeds='two' must be a list, as \[1, 2\]"),
         ({"also_against": ["arm"]}, r"names a run twice, or the baseline arm"),
         ({"points": {"x": ["nll"]}}, r"points: x: \['nll'\] must be a list of two metrics"),
         ({"curves": {"x": "nll"}}, "curves: x: 'nll' must be a list of metrics"),
@@ -110,7 +116,18 @@ def test_the_studies_of_the_repository_are_those_that_their_records_are_of(path)
     for name, records in findings.records.items():
         for seed, record in records.items():
             assert (record["run"], record["seed"]) == (name, seed)
-    assert report(findings, {}).startswith(f"## {study.title}\n")
+    drawn = {name: study.picture_file(name) for name in (*study.curves, *study.points)}
+    reports, page = EXAMPLES / "reports", EXAMPLES.parents[1] / "docs" / "study.md"
+    again = f"card study report examples/study/{path.name} --into docs/study.md"
+    assert (reports / f"{study.name}.md").read_text("utf-8") == report(findings, drawn), again
+    assert rounded((reports / f"{study.name}.json").read_text("utf-8")) == rounded(json.dumps(summary(findings))), again
+    beside = {name: f"../examples/study/reports/{file}" for name, file in drawn.items()}
+    assert with_part(page, study.name, report(findings, beside)) == page.read_text("utf-8"), again
+
+
+def rounded(text: str) -> Any:
+    """Another processor's least squares may end in other digits."""
+    return json.loads(text, parse_float=lambda number: round(float(number), 9))
 
 
 # ---------------------------------------------------------------- records
@@ -124,7 +141,7 @@ def test_records_of_something_else_are_refused(tmp_path):
             reader()
     path = study.result_path(run)
     path.write_text("{}")
-    with pytest.raises(ConfigError, match="is no record of a study's run"):
+    with pytest.raises(ConfigError, match=r"is no whole record of a study's run: .*; restore it"):
         is_done(study, run)
 
 
@@ -167,7 +184,7 @@ def test_records_that_cannot_stand_side_by_side_are_refused(tmp_path):
 def test_a_damaged_record_is_no_traceback(tmp_path, damage):
     path = tmp_path / "record.json"
     path.write_text(json.dumps(record_of("arm", 1, {}, config_hash="h") | damage))
-    with pytest.raises(ConfigError, match="is no record of a study's run"):
+    with pytest.raises(ConfigError, match=r"is no whole record of a study's run: .*; restore it"):
         read_record(path)
 
 
@@ -319,7 +336,8 @@ def test_a_study_is_stopped_goes_on_and_is_reported(small):
 
     again = card_study(small, "run", "study.yaml")
     assert again.returncode == 0 and "training" not in again.stdout, again.stdout
-    assert "every run has its record in results; to train them once more" in again.stdout
+    assert "every run has its record in results; --again trains them here once more" in again.stdout
+    assert "every run has its record" in card_study(small, "run", "study.yaml", "--again").stdout, "it was trained here"
     (small / "results" / "card-s1.json").rename(small / "kept.json")
     assert card_study(small, "run", "study.yaml").returncode == 0
     assert json.loads((small / "results" / "card-s1.json").read_text()) == record
@@ -397,6 +415,20 @@ def test_training_once_more_for_an_evaluation_is_announced(tmp_path):
     again, never = (execute.why_again(study, run) for run in study.grid(["arm-s1", "card-s1"]))
     assert "trained once more, since its record has no d" in again and never == ""
     assert [execute.state_of(study, run) for run in study.grid(["arm-s1", "card-s1"])] == ["lacks d", "not finished"]
+
+
+def test_what_was_trained_elsewhere_is_done_but_not_here(tmp_path, monkeypatch):
+    """In a clone that has the records alone: nothing to do, not even where the texts are missing; or all, --again."""
+    monkeypatch.chdir(tmp_path)
+    words = ["perplexity", "--data", "x=nowhere.txt"]
+    records = [
+        record_of(run, 1, {"x ppl": 2.0}, evaluations={"p": {"arguments": words, "cells": ["x ppl"]}})
+        for run in ("arm", "card")
+    ]
+    study = study_with(tmp_path, records, seeds=[1], evaluate={"p": " ".join(words)})
+    card(["study", "run", str(study.path)])
+    make = functools.partial(execute.Executor, study, study.grid(), jobs=1, threads=1, minutes=None)
+    assert make().todo == [] and [run.label for run in make(again=True).todo] == ["arm-s1", "card-s1"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from card_megatron.cli import main as card
 from card_megatron.config.errors import ConfigError
+from card_megatron.evaluation.report import shown
 from card_megatron.study.definition import config_hash, is_perplexity
 from card_megatron.study.findings import read_findings, unknown_metrics
 from card_megatron.study.intervals import crossings, interval, paired, pooled
@@ -23,15 +24,17 @@ from tests.studies import record_of, study_with, write_study
 def test_intervals_are_student_s():
     assert interval([2.0]).half is None and interval([2.0]).apart_from_zero is None
     two = interval([1.0, 3.0])
-    assert (two.mean, two.half) == pytest.approx((2.0, 12.706))  # t(1) x sqrt(2) / sqrt(2)
+    assert (two.mean, two.half) == pytest.approx((2.0, 12.7062))  # t(1) x sqrt(2) / sqrt(2)
     five = interval([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert five.half == pytest.approx(2.776 * math.sqrt(2.5 / 5)) and five.apart_from_zero
+    assert five.half == pytest.approx(2.7764451 * math.sqrt(2.5 / 5)) and five.apart_from_zero
     assert interval([float(n % 2) for n in range(40)]).half == pytest.approx(2.0227 * 0.50637 / math.sqrt(40), rel=1e-4)
 
 
 def test_differences_are_paired_by_seed():
     found = paired({1: 3.0, 2: 14.0, 3: 9.0}, {1: 2.0, 2: 13.0, 4: 0.0})
     assert found is not None and (found.mean, found.half, found.count) == (1.0, 0.0, 2)
+    rounding = paired({1: 0.1 + 0.2, 2: 0.1 + 0.2}, {1: 0.3, 2: 0.3})
+    assert rounding == interval([0.0, 0.0]) and rounding.apart_from_zero is False, "rounding is no difference"
     assert paired({1: 3.0}, {2: 2.0}) is None
 
 
@@ -41,10 +44,12 @@ def test_pooled_differences_share_the_spread_of_all_runs():
     found = pooled(values, "a")
     # residuals of run + seed: the seeds differ by 1, 1.5 and 1.2, around a mean of 37/30
     squares = 2 * sum(((step - 37 / 30) / 2) ** 2 for step in (1.0, 1.5, 1.2))
-    half = 4.303 * math.sqrt(squares / 2)  # 2 degrees of freedom; a difference of means of 2 has this very spread
+    # 2 degrees of freedom, and two differences that hold together: Student's 97.5% for both signs is 6.2053. A
+    # difference of means of 2 has this very spread
+    half = 6.2053 * math.sqrt(squares / 2)
     assert {name: (item.mean, item.half) for name, item in found.items()} == {
-        "b": pytest.approx((1.25, half)),
-        "c": pytest.approx((-0.9, half)),
+        "b": pytest.approx((1.25, half), rel=1e-5),
+        "c": pytest.approx((-0.9, half), rel=1e-5),
     }
     # a run of one seed is compared as the others say that seeds differ, and is known less well
     alone = pooled(values | {"d": {1: 5.0}}, "a")["d"]
@@ -81,7 +86,7 @@ def test_a_report_says_what_separates_and_what_does_not(tmp_path):
     page = report(read_findings(study), {})
     assert "20.00 [" in page, "a mean of perplexities is geometric"
     assert "x 2.000 (+0.6931 ± 0.0000 nats)" in page, "twice as much with both seeds"
-    assert "no difference seen: +0.2000 ± 3.8118" in page
+    assert "no difference seen: +0.200 ± 3.812" in page
     assert "≤ 90.00 (ELBO, 4 samples)" in page and "one seed" in page
     assert "| name=card |" in page, "how a run is validated does not tell it apart"
     assert "| later | " in page and "not run yet" in page
@@ -102,7 +107,7 @@ def test_the_cells_of_a_report_can_be_read_by_programs(tmp_path):
     )
     arm, ours, other = summary(read_findings(study))["cells"]
     assert (arm["mean"], arm["differences"], arm["seeds"]) == (pytest.approx(20.0), {}, [1, 2])
-    assert arm["interval_95"] == [pytest.approx(20 * 2.0**-12.706), pytest.approx(20 * 2.0**12.706)]
+    assert arm["interval_95"] == [pytest.approx(20 * 2.0**-12.7062047), pytest.approx(20 * 2.0**12.7062047)]
     difference = {"mean": pytest.approx(math.log(2)), "half_width_95": pytest.approx(0.0, abs=1e-9)}
     assert ours["differences"] == {"arm": {**difference, "unit": "nats", "seen": True}}
     assert ours["config_hashes"] == [config_hash(run.load()) for run in study.grid(["card"])]
@@ -117,8 +122,8 @@ def test_a_study_of_variants_pools_their_spread(tmp_path):
     apart = report(read_findings(study_with(tmp_path, records, runs=runs, baseline="card")), {})
     assert "no difference seen: +0.4500 ± 0.6353" in apart
     together = report(read_findings(study_with(tmp_path, records, runs=runs, baseline="card", pooled=True)), {})
-    # 3.182 standard errors of sqrt(0.01 / 3)
-    assert " +0.4500 ± 0.1837 |" in together and "seen: +0.4500" not in together and "share one spread" in together
+    # 4.857 standard errors of sqrt(0.01 / 3): Student's of 3 degrees of freedom for three differences at once
+    assert " +0.4500 ± 0.2804 |" in together and "seen: +0.4500" not in together and "share one spread" in together
 
 
 def test_what_a_bound_and_a_diverged_seed_say_is_said(tmp_path):
@@ -144,11 +149,22 @@ def test_both_kinds_of_perplexity_are_averaged_as_logarithms(tmp_path):
     assert not is_perplexity("repetition-4") and not is_perplexity("tok/s · confidence:ppl")
 
 
+def test_numbers_beyond_all_measure_are_shown_as_such(tmp_path):
+    """A run that diverged in one seed has a perplexity whose interval no float can hold."""
+    records = [record_of("arm", seed, {"x ppl": value}) for seed, value in ((1, 10.0), (2, 1e60))]
+    findings = read_findings(study_with(tmp_path, records, runs={"arm": {}}))
+    assert mean_cell(findings, "arm", "x ppl").endswith(", —]")
+    assert summary(findings)["cells"][0]["interval_95"][1] is None
+    assert shown(5.55e-17, 0.0335) == "0.00000 ± 0.03350"
+
+
 def test_what_no_record_has_is_named(tmp_path):
     columns = {"nll": "boks nll", "x": "books nll"}
     records = [record_of("arm", 1, {"books nll": 1.0}, [1.0])]
     study = study_with(tmp_path, records, columns=columns, curves={"c": ["validation/w/clean_nll"]})
-    assert unknown_metrics(read_findings(study)) == {
+    assert {*unknown_metrics(read_findings(study)).values()} == {"; runs that are not finished may bring it"}
+    whole = study_with(tmp_path, records, runs={"arm": {}}, seeds=[1], columns=columns, curves=study.curves)
+    assert unknown_metrics(read_findings(whole)) == {
         "boks nll": "; did you mean books nll?",
         "validation/w/clean_nll": "; did you mean validation/v/clean_nll?",
     }
@@ -199,7 +215,7 @@ def test_curves_cross_the_baseline_and_are_drawn(tmp_path):
     findings = read_findings(study)
     page = report(findings, draw(findings, tmp_path))
     row = next(line for line in page.splitlines() if line.startswith("| validation nll | card"))
-    assert [cell.strip() for cell in row.split("|")[3:-1]] == ["2.100", "2.0", "2.100", "2.0", "1.3", "—"]
+    assert [cell.strip() for cell in row.split("|")[3:-1]] == ["2.100", "2.0", "2.100", "2.0", "—", "1.3"]
     assert (tmp_path / "study_validation_nll.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -228,6 +244,8 @@ def test_a_report_goes_into_a_page_between_its_marks(tmp_path, capsys):
     assert "## A small study" in text and "\nold\n" not in text
     page.write_text("no marks")
     (tmp_path / "reports" / "study.md").unlink()
+    with pytest.raises(SystemExit, match=r"page.md is a file; name the folder"):
+        card(["study", "report", str(study.path), "--output", str(page)])
     with pytest.raises(SystemExit, match="needs one line"):
         card(["study", "report", str(study.path), "--into", str(page)])
     assert page.read_text() == "no marks" and not (tmp_path / "reports" / "study.md").exists()
@@ -263,10 +281,17 @@ def test_an_evaluation_that_is_to_come_is_told_from_one_that_has_no_number(tmp_p
 
 def test_a_curve_may_fall_below_all_that_the_baseline_ever_had(tmp_path):
     """Past a baseline that got worse is one thing, past its best point is another."""
-    curves = {"arm": [3.0, 2.0, 4.0, 5.0], "card": [4.0, 3.0, 2.5, 1.5]}
+    curves = {"arm": [3.0, 2.0, 4.0, 5.0], "card": [4.0, 3.0, 2.5, 1.5], "mdlm": [9.0, 8.0, 3.0, 0.5]}
     records = [record_of(run, 1, {}, curve) for run, curve in curves.items()]
-    study = study_with(tmp_path, records, seeds=[1], epochs=True, curves={"nll": ["validation/v/clean_nll"]})
-    row = next(line for line in report(read_findings(study), {}).splitlines() if line.startswith("| nll   | card"))
-    assert [cell.strip() for cell in row.split("|")[-3:-1]] == ["1.4", "2.5"]
+    more = {"runs": {name: {} for name in curves}, "also_against": ["card"], "seeds": [1], "epochs": True}
+    study = study_with(tmp_path, records, curves={"nll": ["validation/v/clean_nll"]}, **more)
+    lines = report(read_findings(study), {}).splitlines()
+    card, mdlm = (
+        [cell.strip() for cell in line.split("|")[-4:-1]]
+        for name in ("card", "mdlm")
+        for line in lines
+        if line.startswith(f"| nll   | {name}")
+    )
+    assert card == ["2.5", "1.4", "—"] and mdlm == ["2.4", "1.9", "2.3"], "each baseline has a column"
     crossing = next(found for found in summary(read_findings(study))["crossings"] if found["run"] == "card")
-    assert crossing["below"] == [pytest.approx(1.4)] and crossing["below_best"] == pytest.approx(2.5)
+    assert crossing["below"] == {"arm": [pytest.approx(1.4)]} and crossing["below_best"] == pytest.approx(2.5)
