@@ -47,6 +47,15 @@ class Lab:
 
         wait_for(f"step {step} of {name}", reached, 180, lambda: self.story(name))
 
+    def wait_for_checkpoint(self, name: str) -> None:
+        """Training goes on while it is written: a step says nothing of the checkpoint before it."""
+
+        def saved() -> bool:
+            path = self.run_dir(name) / "events.jsonl"
+            return path.exists() and '"event": "save_finished"' in path.read_text()
+
+        wait_for(f"a checkpoint of {name}", saved, 180, lambda: self.story(name))
+
     def ranks(self, name: str, *nodes: str) -> list[int]:
         """Processes of a run's ranks on some nodes, their data workers not among them."""
         found = []

@@ -69,7 +69,7 @@ def test_preempted_by_a_higher_partition(lab, reference):
 
 def test_a_killed_rank_ends_the_job_at_once_which_goes_on_from_its_last_checkpoint(lab, reference):
     (job,) = lab.train("killed")
-    lab.wait_for_step("killed", 30)
+    lab.wait_for_checkpoint("killed")
     (pid,) = lab.ranks("killed", "node2")
     os.kill(pid, signal.SIGKILL)
     (decision,) = lab.wait_for_decisions("killed", 1)
@@ -91,7 +91,7 @@ def test_a_killed_rank_ends_the_job_at_once_which_goes_on_from_its_last_checkpoi
 def test_a_lost_node_is_replaced_by_the_spare(lab, reference, node, left):
     name = f"lost_{node}"
     (job,) = lab.train(name)
-    lab.wait_for_step(name, 30)
+    lab.wait_for_checkpoint(name)
     try:
         lab.cluster.crash(node)
         decision = lab.wait_for_decisions(name, 1)[0]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from card_megatron.cli import main as card
+from card_megatron.training import signals
 from tests.evaluation import judge_folder, write_documents
 from tests.scoring import trained_diffusion, trained_model
 
@@ -142,3 +143,5 @@ def test_the_commands_of_a_page_work(page, workspace, monkeypatch, capfd):
         except (SystemExit, subprocess.CalledProcessError) as end:
             if isinstance(end, subprocess.CalledProcessError) or end.code not in (None, 0):
                 pytest.fail(f"{page}: {command}\n{end}\n{''.join(capfd.readouterr())[-3000:]}")
+        finally:
+            signals.reset()  # `card train` keeps them to the end of its process, which this one is not
